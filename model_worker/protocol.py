@@ -1,0 +1,186 @@
+"""The wire between a gateway and a model worker: what is asked, what is answered.
+
+Knows token ids, sampling settings, counts and reasons. Does not know torch,
+tenants, keys or prices: a scope is an opaque string made by the gateway from
+an authenticated key. This is the only worker module that a gateway imports.
+
+One generation is one HTTP exchange. `POST /v1/generate` with a
+`GenerateRequest` as JSON answers 200 with newline-delimited JSON events:
+
+    Started  Token*  (Finished | Failed)
+
+`Started` carries the input counts before the first token, so usage is known
+at every instant as a fold of the events seen so far. A refusal that happens
+before `Started` is a non-200 answer with a `Refusal` body. Hanging up cancels
+the generation within one engine step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, NewType
+
+import msgspec
+
+Scope = NewType("Scope", str)
+"""Isolation boundary of cached blocks, opaque to the worker: lower-case hexadecimal."""
+
+PROTOCOL_VERSION = 1
+EVENT_STREAM_TYPE = "application/x-ndjson"
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+CacheMode = Literal["automatic", "bypass"]
+FinishReason = Literal["stop", "length"]
+RefusalCode = Literal["invalid_request", "context_length_exceeded", "queue_full", "draining"]
+FailureCode = Literal["engine_failed", "out_of_blocks", "shutting_down"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next token is chosen, and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `seed` makes a sampled text
+    repeatable. `stop` strings end the text before the match, which is never sent.
+    """
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegative = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)] | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt to continue, as token ids. `cache` "bypass" neither reads nor writes shared blocks."""
+
+    request_id: str
+    scope: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})+$")]
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    sampling: SamplingParams
+    cache: CacheMode = "automatic"
+
+
+class TierTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens found in cache, by the tier that held them."""
+
+    device: NonNegative = 0
+
+    @property
+    def total(self) -> int:
+        return self.device
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """Counts frozen at first admission: `cached.total + uncached` is the prompt.
+
+    `uncached` tokens are computed by this worker, no more and no fewer.
+    """
+
+    cached: TierTokens
+    uncached: NonNegative
+
+    @property
+    def prompt(self) -> int:
+        return self.cached.total + self.uncached
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
+    """Tokens generated since the last event, and the text they completed.
+
+    `text` can be empty while a character or a possible stop string is incomplete.
+    """
+
+    token_ids: list[TokenId]
+    text: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The normal end. `text` is what was held back until now; `output_tokens` is the total generated."""
+
+    reason: FinishReason
+    text: str
+    output_tokens: NonNegative
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The abnormal end: the text so far stands, no more comes."""
+
+    code: FailureCode
+    message: str
+
+
+Event = Started | Token | Finished | Failed
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of a non-200 answer to `POST /v1/generate`. Nothing was computed."""
+
+    code: RefusalCode
+    message: str
+
+
+class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/card`: who this worker is. A new `epoch` means that every block of the old one is gone."""
+
+    model: str
+    fingerprint: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_window_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    epoch: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/stats`: counters since start, and the instant's block states (free + cached + held = total)."""
+
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_total: int
+    sequences_running: int
+    sequences_waiting: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    output_tokens: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_failed: int
+    preemptions: int
+    steps: int
+
+
+_EVENT_DECODER = msgspec.json.Decoder(Event)
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_event(event: Event) -> bytes:
+    """One line of the event stream, newline included."""
+    return _ENCODER.encode(event) + b"\n"
+
+
+def decode_event(line: bytes) -> Event:
+    """Raises `msgspec.DecodeError` or `msgspec.ValidationError` when the line is no event."""
+    return _EVENT_DECODER.decode(line)
+
+
+def decode_events(lines: Iterable[bytes]) -> list[Event]:
+    """Decodes complete lines, for tests and tools."""
+    return [decode_event(line) for line in lines if line.strip()]
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""What `GET /v1/files/{name}` serves: enough for a gateway to render and tokenise exactly as the model expects."""
