@@ -7,7 +7,7 @@ an authenticated key. This is the only worker module that a gateway imports.
 One generation is one HTTP exchange. `POST /v1/generate` with a
 `GenerateRequest` as JSON answers 200 with newline-delimited JSON events:
 
-    Started  Token*  (Finished | Failed)
+    Started  Prefilled*  Token*  (Finished | Failed)
 
 `Started` carries the input counts before the first token, so usage is known
 at every instant as a fold of the events seen so far. A refusal that happens
@@ -87,6 +87,15 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
         return self.cached.total + self.uncached
 
 
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag="prefilled"):
+    """How many of the uncached prompt tokens are computed so far: what a hang-up before the first token cost.
+
+    Sent after each chunk but the last; the first `Token` says that all of them are.
+    """
+
+    computed_tokens: NonNegative
+
+
 class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     """Tokens generated since the last event, and the text they completed.
 
@@ -112,7 +121,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-Event = Started | Token | Finished | Failed
+Event = Started | Prefilled | Token | Finished | Failed
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
