@@ -1,0 +1,93 @@
+"""Every refusal of the billing package, in one tree.
+
+A caller maps the branch it cares about: `MeterRefusal` means that no work may
+start now (the gateway answers 503), `UnpricedModel` that it may never.
+"""
+# Names state the fact, as in "refused: MeterOverloaded"; a suffix would add nothing.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+
+class BillingError(Exception):
+    """The root."""
+
+
+class UnsupportedDatabase(BillingError):
+    """The URL names no database that this package runs on."""
+
+
+class SchemaUnknown(BillingError):
+    """The database was migrated by newer code than this."""
+
+
+class DatabaseUnavailable(BillingError):
+    """The database did not answer in time."""
+
+
+class InvalidName(BillingError):
+    """A tenant's name or a key's label that cannot be shown or stored."""
+
+
+class NameTaken(BillingError):
+    """The name is in use; names are unique."""
+
+
+class UnknownTenant(BillingError):
+    """No such tenant."""
+
+
+class UnknownKey(BillingError):
+    """No such key."""
+
+
+class MalformedKey(BillingError):
+    """The text presented has not the form of a key, so it is none."""
+
+
+class InvalidPriceBook(BillingError):
+    """The book breaks a loading rule; nothing of it was published."""
+
+
+class BackdatedPrice(BillingError):
+    """The version would change a price that is or was in force."""
+
+
+class UnpricedModel(BillingError):
+    """No price in force for the model: priced traffic is refused, never free."""
+
+
+class InvalidUsage(BillingError):
+    """Counts that cannot be: negative, or beyond any real request."""
+
+
+class AmountTooLarge(BillingError):
+    """The amount of one line does not fit 64 bits."""
+
+
+class JournalInUse(BillingError):
+    """Another live process holds this journal directory."""
+
+
+class JournalCorrupted(BillingError):
+    """Damage before the tail of a journal file: no crash does that, so a person must look."""
+
+
+class DuplicateRequest(BillingError):
+    """The request id was admitted before."""
+
+
+class MeterRefusal(BillingError):
+    """No work may start now, because it could not be metered."""
+
+
+class MeterOverloaded(MeterRefusal):
+    """A bounded queue is full."""
+
+
+class MeterUnavailable(MeterRefusal):
+    """The database or the journal cannot be written at the moment."""
+
+
+class MeterClosed(MeterRefusal):
+    """The meter was closed, or never started."""

@@ -1,0 +1,32 @@
+"""Picodollars, and how they are written down.
+
+Knows integers and strings. Does not know prices, currencies' rates or rounding:
+every string here is exact.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+Picodollars = NewType("Picodollars", int)
+"""1e-12 dollars. One picodollar per token is one micro-dollar per million tokens."""
+
+PICODOLLARS_PER_DOLLAR = 10**12
+_FRACTION_DIGITS = 12
+_LEAST_FRACTION_DIGITS = 2
+
+MAX_STORED = 2**63 - 1
+"""What a signed 64-bit column holds; about 9.2 million dollars."""
+
+
+def format_dollars(amount: int) -> str:
+    """Picodollars as an exact decimal string: 54_399_000_000 is "0.054399", 10**12 is "1.00"."""
+    dollars, rest = divmod(abs(amount), PICODOLLARS_PER_DOLLAR)
+    fraction = f"{rest:0{_FRACTION_DIGITS}d}".rstrip("0").ljust(_LEAST_FRACTION_DIGITS, "0")
+    return f"{'-' if amount < 0 else ''}{dollars}.{fraction}"
+
+
+def format_basis_points(basis_points: int) -> str:
+    """Hundredths of a percent as a percentage: 9735 is "97.35"."""
+    whole, rest = divmod(abs(basis_points), 100)
+    return f"{'-' if basis_points < 0 else ''}{whole}.{rest:02d}"

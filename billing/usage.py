@@ -1,0 +1,139 @@
+"""What one request used, as values.
+
+Knows counts and instants. Does not know prices, tables or files.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from billing.errors import InvalidUsage
+from billing.ids import ApiKeyId, RequestId, TenantId
+from billing.instants import Microseconds
+
+MAX_TOKENS: Final = 10**12
+"""More tokens than any request has; above it a count is a mistake."""
+MAX_MODEL_CHARACTERS: Final = 256
+MAX_REASON_CHARACTERS: Final = 64
+
+
+class TokenClass(StrEnum):
+    """Every token of a request is in exactly one class; each class has its own price."""
+
+    INPUT = "input"
+    READ = "read"
+    WRITE_AUTO = "write_auto"
+    WRITE_5M = "write_5m"
+    WRITE_1H = "write_1h"
+    OUTPUT = "output"
+
+
+class UsageKind(StrEnum):
+    """How a request ended. Both are terminal, and a request has one terminal event."""
+
+    FINAL = "final"
+    ABORTED = "aborted"
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Disjoint counts. The prompt is derived, so it cannot disagree with its parts.
+
+    `uncached` tokens were computed, `read` tokens came from the cache, and the
+    `write_…` tokens were computed and promised to the cache for that long.
+    Raises InvalidUsage when a count is negative or beyond MAX_TOKENS.
+    """
+
+    uncached: int = 0
+    read: int = 0
+    write_auto: int = 0
+    write_5m: int = 0
+    write_1h: int = 0
+    output: int = 0
+
+    def __post_init__(self) -> None:
+        for token_class, quantity in self.by_class():
+            _require_count(token_class, quantity)
+
+    @property
+    def written(self) -> int:
+        return self.write_auto + self.write_5m + self.write_1h
+
+    @property
+    def prompt(self) -> int:
+        return self.uncached + self.read + self.written
+
+    def by_class(self) -> tuple[tuple[TokenClass, int], ...]:
+        """All classes in a fixed order, zeros included."""
+        return (
+            (TokenClass.INPUT, self.uncached),
+            (TokenClass.READ, self.read),
+            (TokenClass.WRITE_AUTO, self.write_auto),
+            (TokenClass.WRITE_5M, self.write_5m),
+            (TokenClass.WRITE_1H, self.write_1h),
+            (TokenClass.OUTPUT, self.output),
+        )
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A request that is about to start. Its price is the one in force at `admitted_at`.
+
+    `model` is the name that is priced. Raises InvalidUsage when it cannot be stored.
+    """
+
+    request_id: RequestId
+    tenant_id: TenantId
+    api_key_id: ApiKeyId
+    model: str
+    admitted_at: Microseconds
+
+    def __post_init__(self) -> None:
+        _require_text("model", self.model, MAX_MODEL_CHARACTERS)
+        _require_instant("admitted_at", self.admitted_at)
+
+
+class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a request used until it ended. It says all that billing needs, even if its admission was lost.
+
+    `delivered` is the number of output tokens sent to the client, which a hang-up
+    makes smaller than `counts.output`. `first_token_ns` is the time from admission
+    to the first token, where there was one. New fields need defaults: records of
+    older journals are read by newer code, and keep their digest.
+    """
+
+    admission: Admission
+    kind: UsageKind
+    counts: TokenCounts
+    finished_at: Microseconds
+    delivered: int = 0
+    finish_reason: str | None = None
+    first_token_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("delivered", self.delivered)
+        _require_instant("finished_at", self.finished_at)
+        if self.finish_reason is not None:
+            _require_text("finish_reason", self.finish_reason, MAX_REASON_CHARACTERS)
+        if self.first_token_ns is not None:
+            _require_instant("first_token_ns", self.first_token_ns)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.admission.request_id
+
+
+def _require_count(name: str, quantity: int) -> None:
+    if not 0 <= quantity <= MAX_TOKENS:
+        raise InvalidUsage(f"{name} is {quantity}; a count of tokens is between 0 and {MAX_TOKENS}")
+
+
+def _require_instant(name: str, instant: int) -> None:
+    if not 0 <= instant < 2**63:
+        raise InvalidUsage(f"{name} is {instant}, which does not fit a signed 64-bit column")
+
+
+def _require_text(name: str, text: str, max_characters: int) -> None:
+    if not (0 < len(text) <= max_characters and text.isprintable()):
+        raise InvalidUsage(f"{name} must be 1 to {max_characters} printable characters")
