@@ -1,0 +1,128 @@
+"""What a block is called, and how its tokens look as bytes.
+
+Knows token ids, the deployment's hash seed and the chain of names. Does not
+know which blocks exist or who holds them.
+
+A block is `block_size` tokens. Its name stands for the whole prefix up to its
+end: `name[i] = hash(name[i-1] ‖ tokens[i])`, starting from a root that says
+what the K/V depends on besides tokens. The hash is keyed but not collision
+resistant, so a name is never proof: tokens are compared wherever blocks are
+looked up.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NewType, TypeAlias
+
+import xxhash
+
+BlockId = NewType("BlockId", int)
+"""Index of a block in the pool: `0 <= id < num_blocks`."""
+
+BlockName = bytes
+TokenIds: TypeAlias = "array[int]"
+"""Token ids as `array('I')`: four bytes each."""
+
+Hash128 = Callable[[bytes, int], bytes]
+"""(buffer, seed) -> 16 bytes."""
+
+NAME_BYTES = 16
+TOKEN_BYTES = 4
+SEED_LIMIT = 2**64
+
+
+class TokenKind(IntEnum):
+    """Where a block's tokens came from. A block with one generated token counts as generated."""
+
+    SYSTEM = 0
+    USER = 1
+    GENERATED = 2
+
+
+def token_bytes(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian uint32: the form in which they are hashed and compared."""
+    if tokens.typecode != "I" or tokens.itemsize != TOKEN_BYTES:
+        raise TypeError(f"token ids must be array('I') of {TOKEN_BYTES} bytes each, not {tokens.typecode!r}")
+    if sys.byteorder == "big":
+        tokens = array("I", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def token_ids(data: bytes) -> TokenIds:
+    """The inverse of `token_bytes`."""
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+class BlockNamer:
+    """Gives blocks their names. Equal across processes, machines and restarts for equal arguments.
+
+    `seed` is the deployment's secret of 64 bits. `hash128` is replaceable so that
+    tests can force collisions.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        model_fingerprint: str,
+        dtype: str,
+        kv_codec: str,
+        block_size: int,
+        adapter: str = "",
+        hash128: Hash128 = xxhash.xxh3_128_digest,
+    ) -> None:
+        if not 0 <= seed < SEED_LIMIT:
+            raise ValueError("seed must be an unsigned 64-bit integer")
+        if block_size < 1:
+            raise ValueError("block_size must be at least 1 token")
+        self.block_size = block_size
+        self.adapter = adapter
+        self._seed = seed
+        self._hash128 = hash128
+        self._chunk_format = f"{block_size * TOKEN_BYTES}s"
+        self._fields = (
+            ("model", model_fingerprint),
+            ("dtype", dtype),
+            ("kv_codec", kv_codec),
+            ("block_size", str(block_size)),
+            ("adapter", adapter),
+        )
+
+    def root(self, scope: str) -> BlockName:
+        """The name before the first block of a scope."""
+        return self._hash128(_tagged((*self._fields, ("scope", scope))), self._seed)
+
+    def enter_scope(self, parent: BlockName, scope: str) -> BlockName:
+        """The name a scope's own blocks continue from, after a public prefix that ends at `parent`."""
+        return self._hash128(_tagged((("public", parent.hex()), ("scope", scope))), self._seed)
+
+    def chain(self, parent: BlockName, tokens: TokenIds) -> list[BlockName]:
+        """Names of the full blocks of `tokens`, which follow the block called `parent`."""
+        return self.chain_bytes(parent, token_bytes(tokens))
+
+    def chain_bytes(self, parent: BlockName, data: bytes) -> list[BlockName]:
+        """Like `chain`, on token bytes. This loop is the cost of naming: one hash a block, nothing else."""
+        num_blocks = len(data) // (self.block_size * TOKEN_BYTES)
+        hash128, seed = self._hash128, self._seed
+        name = parent
+        blocks = struct.unpack_from(self._chunk_format * num_blocks, data)
+        return [name := hash128(name + block, seed) for block in blocks]
+
+
+def _tagged(fields: tuple[tuple[str, str], ...]) -> bytes:
+    """Tag and value of each field behind their lengths, so that no two lists of fields look alike."""
+    parts: list[bytes] = []
+    for tag, value in fields:
+        for text in (tag.encode(), value.encode()):
+            parts.append(len(text).to_bytes(8, "little"))
+            parts.append(text)
+    return b"".join(parts)

@@ -1,0 +1,102 @@
+"""Which block ids are free.
+
+Knows ids and counts. Does not know names, tokens or what a block holds.
+
+A block is in one of three states:
+
+    free   → held     `take`: a sequence writes into it
+    held   → cached   `park`: the last holder let go, the index still finds it
+    cached → held     `unpark`: a prompt hit it
+    held, cached → free   `give_back`: nobody can find it any more
+
+Only the free blocks are listed here; which blocks are cached and which are
+held follows from the index and the leases. Counts are kept so that every move
+costs O(1) a block and no look costs more than O(1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefix_store.blocks import BlockId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Every block is in exactly one class: `free + cached + held == total`.
+
+    `pinned` blocks are some of the cached and held ones.
+    """
+
+    free: int
+    cached: int
+    held: int
+    total: int
+    pinned: int = 0
+
+
+class OutOfBlocks(Exception):
+    """More blocks are asked for than are free or evictable. Nothing was changed."""
+
+    def __init__(self, *, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} blocks wanted, {available} free or evictable")
+        self.wanted = wanted
+        self.available = available
+
+
+class BlockPool:
+    """A fixed number of blocks, preallocated. States and moves: see the module."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError("a pool needs at least one block")
+        self.total = num_blocks
+        self.num_cached = 0
+        # Highest id first, so that a fresh pool hands out 0, 1, 2, …
+        self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self.total - len(self._free) - self.num_cached
+
+    def take(self, num_blocks: int) -> list[BlockId]:
+        """free → held."""
+        free = self._free
+        assert 0 <= num_blocks <= len(free), (num_blocks, len(free))
+        if num_blocks == 0:
+            return []
+        taken = free[-num_blocks:]
+        del free[-num_blocks:]
+        taken.reverse()
+        return taken
+
+    def park(self, num_blocks: int) -> None:
+        """held → cached."""
+        assert 0 <= num_blocks <= self.num_held, (num_blocks, self.num_held)
+        self.num_cached += num_blocks
+
+    def unpark(self, num_blocks: int) -> None:
+        """cached → held."""
+        assert 0 <= num_blocks <= self.num_cached, (num_blocks, self.num_cached)
+        self.num_cached -= num_blocks
+
+    def give_back(self, blocks: list[BlockId]) -> None:
+        """held → free. A cached block is unparked first."""
+        assert len(blocks) <= self.num_held, (len(blocks), self.num_held)
+        self._free.extend(blocks)
+
+    def free_blocks(self) -> frozenset[BlockId]:
+        """For checks: O(n)."""
+        return frozenset(self._free)
+
+    def check(self) -> None:
+        """Asserts what must hold between calls."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert all(0 <= block < self.total for block in free), "a free block does not exist"
+        assert self.num_cached >= 0
+        assert self.num_held >= 0
