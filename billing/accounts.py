@@ -6,14 +6,35 @@ stores a key: only its digest and the part that may be shown.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import re
+import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Any, Final, NewType
 
+from sqlalchemy import Row, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from billing import schema
 from billing.db import Database
-from billing.ids import ApiKeyId, TenantId
+from billing.errors import InvalidName, MalformedKey, NameTaken, UnknownKey, UnknownTenant
+from billing.ids import ApiKeyId, TenantId, new_id
 from billing.instants import Microseconds
+
+MAX_NAME_CHARACTERS: Final = 128
+MIN_SECRET_BYTES: Final = 32
+
+_ALPHABET: Final = string.ascii_letters + string.digits
+_SHOWN_CHARACTERS: Final = 8
+# 43 of 62 characters carry 256 bits.
+_SECRET_CHARACTERS: Final = 43
+_KEY_FORM: Final = re.compile(f"hs-[A-Za-z0-9]{{{_SHOWN_CHARACTERS}}}-[A-Za-z0-9]{{{_SECRET_CHARACTERS}}}")
+# Separates this use of the deployment secret from every other.
+_KEY_DOMAIN: Final = b"headstart api key\0"
 
 KeyDigest = NewType("KeyDigest", bytes)
 """HMAC-SHA256 of a key under the deployment secret: what is at rest, and what caches are keyed by."""
@@ -62,26 +83,46 @@ class KeyHasher:
     """Digests keys under the deployment secret (at least 32 bytes)."""
 
     def __init__(self, secret: bytes) -> None:
-        raise NotImplementedError
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ValueError(f"a deployment secret has at least {MIN_SECRET_BYTES} bytes")
+        self._secret = bytes(secret)
+
+    def __repr__(self) -> str:
+        return "KeyHasher(<secret>)"
 
     def digest(self, presented: str) -> KeyDigest:
         """Raises MalformedKey when the text (any text, also hostile) has not the form of a key."""
-        raise NotImplementedError
+        if not _KEY_FORM.fullmatch(presented):
+            raise MalformedKey("an API key looks like hs-XXXXXXXX-…")
+        return KeyDigest(hmac.digest(self._secret, _KEY_DOMAIN + presented.encode("ascii"), hashlib.sha256))
 
 
 def create_tenant(db: Database, *, name: str, now: Microseconds) -> Tenant:
     """Raises InvalidName or NameTaken."""
-    raise NotImplementedError
+    _require_name("a tenant's name", name)
+    tenant = Tenant(id=TenantId(new_id()), name=name, created_at=now)
+    try:
+        with db.write() as connection:
+            connection.execute(insert(schema.tenants).values(id=tenant.id, name=name, created_at_us=now))
+    except IntegrityError as error:
+        raise NameTaken(f"there is a tenant named {name!r}") from error
+    return tenant
 
 
 def find_tenant(db: Database, *, name: str) -> Tenant:
     """Raises UnknownTenant."""
-    raise NotImplementedError
+    with db.read() as connection:
+        row = connection.execute(select(schema.tenants).where(schema.tenants.c.name == name)).one_or_none()
+    if row is None:
+        raise UnknownTenant(f"no tenant is named {name!r}")
+    return _tenant(row)
 
 
 def list_tenants(db: Database) -> Sequence[Tenant]:
     """By name."""
-    raise NotImplementedError
+    with db.read() as connection:
+        rows = connection.execute(select(schema.tenants).order_by(schema.tenants.c.name)).all()
+    return [_tenant(row) for row in rows]
 
 
 def create_key(
@@ -98,19 +139,114 @@ def create_key(
 
     Raises InvalidName, NameTaken (a live key of the tenant has the label) or UnknownTenant.
     """
-    raise NotImplementedError
+    _require_name("a key's label", label)
+    prefix, full = _generate_key()
+    key = ApiKey(
+        id=ApiKeyId(new_id()),
+        tenant_id=tenant_id,
+        label=label,
+        prefix=prefix,
+        role=role,
+        created_at=now,
+        expires_at=expires_at,
+        revoked_at=None,
+    )
+    try:
+        with db.write() as connection:
+            tenant = select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id)
+            if connection.execute(tenant).one_or_none() is None:
+                raise UnknownTenant(f"no tenant has the id {tenant_id}")
+            connection.execute(insert(schema.api_keys).values(_key_values(key, hasher.digest(full))))
+    except IntegrityError as error:
+        raise NameTaken(f"the tenant has a live key labelled {label!r}") from error
+    return key, full
 
 
 def list_keys(db: Database, *, tenant_id: TenantId) -> Sequence[ApiKey]:
     """Oldest first, revoked ones included."""
-    raise NotImplementedError
+    keys = schema.api_keys
+    chosen = select(keys).where(keys.c.tenant_id == tenant_id).order_by(keys.c.created_at_us, keys.c.id)
+    with db.read() as connection:
+        rows = connection.execute(chosen).all()
+    return [_api_key(row) for row in rows]
 
 
 def revoke_key(db: Database, *, key_id: ApiKeyId, now: Microseconds) -> None:
     """Idempotent: the first revocation stands. Raises UnknownKey."""
-    raise NotImplementedError
+    keys = schema.api_keys
+    with db.write() as connection:
+        live = update(keys).where(keys.c.id == key_id, keys.c.revoked_at_us.is_(None))
+        if connection.execute(live.values(revoked_at_us=now)).rowcount == 1:
+            return
+        if connection.execute(select(keys.c.id).where(keys.c.id == key_id)).one_or_none() is None:
+            raise UnknownKey(f"no key has the id {key_id}")
 
 
 def authenticate(db: Database, digest: KeyDigest, *, now: Microseconds) -> Principal | None:
-    """None when no key has the digest, or when it is revoked or expired."""
-    raise NotImplementedError
+    """None when no key has the digest, or when it is revoked or expired at `now`."""
+    keys, tenants = schema.api_keys, schema.tenants
+    chosen = (
+        select(keys.c.id, keys.c.tenant_id, tenants.c.name, keys.c.role, keys.c.expires_at_us)
+        .join(tenants, tenants.c.id == keys.c.tenant_id)
+        .where(keys.c.digest == digest, keys.c.revoked_at_us.is_(None))
+        .where(keys.c.expires_at_us.is_(None) | (keys.c.expires_at_us > now))
+    )
+    with db.read() as connection:
+        row = connection.execute(chosen).one_or_none()
+    if row is None:
+        return None
+    return Principal(
+        tenant_id=TenantId(row.tenant_id),
+        tenant_name=row.name,
+        api_key_id=ApiKeyId(row.id),
+        role=Role(row.role),
+        expires_at=row.expires_at_us,
+    )
+
+
+def _generate_key() -> tuple[str, str]:
+    prefix = "hs-" + _random_text(_SHOWN_CHARACTERS)
+    return prefix, f"{prefix}-{_random_text(_SECRET_CHARACTERS)}"
+
+
+def _random_text(num_characters: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(num_characters))
+
+
+def _require_name(what: str, name: str) -> None:
+    """Printable refuses control characters and lone surrogates, which neither database would take."""
+    if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and name == name.strip()):
+        raise InvalidName(
+            f"{what} has 1 to {MAX_NAME_CHARACTERS} printable characters, with no space at either end"
+        )
+
+
+def _tenant(row: Row[Any]) -> Tenant:
+    return Tenant(id=TenantId(row.id), name=row.name, created_at=row.created_at_us)
+
+
+def _api_key(row: Row[Any]) -> ApiKey:
+    return ApiKey(
+        id=ApiKeyId(row.id),
+        tenant_id=TenantId(row.tenant_id),
+        label=row.label,
+        prefix=row.prefix,
+        role=Role(row.role),
+        created_at=row.created_at_us,
+        expires_at=row.expires_at_us,
+        revoked_at=row.revoked_at_us,
+    )
+
+
+def _key_values(key: ApiKey, digest: KeyDigest) -> dict[str, object]:
+    return {
+        "id": key.id,
+        "tenant_id": key.tenant_id,
+        "label": key.label,
+        "prefix": key.prefix,
+        "digest": digest,
+        "role": key.role.value,
+        "created_at_us": key.created_at,
+        "expires_at_us": key.expires_at,
+        "revoked_at_us": key.revoked_at,
+    }

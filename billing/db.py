@@ -8,32 +8,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
+from typing import Any
 
-from sqlalchemy import Connection, Engine
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from billing.errors import SchemaUnknown, UnsupportedDatabase
+
+BUSY_TIMEOUT_MS = 5_000
+STATEMENT_TIMEOUT_MS = 15_000
+CONNECT_TIMEOUT_SECONDS = 5
+
+_MIGRATION_LOCK = 0x4EAD57A7
+"""Any constant: the advisory lock that lets one process migrate at a time."""
+
+_POSTGRES_DRIVERS = {"postgres", "postgresql", "postgresql+psycopg"}
+_SQLITE_DRIVERS = {"sqlite", "sqlite+pysqlite"}
 
 
 class Database:
     """One engine and its two kinds of transaction. Thread-safe. Close it when done."""
 
-    engine: Engine
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        if engine.dialect.name == "sqlite":
+            self._reader: Engine = engine
+            self._writer: Engine = engine.execution_options(begin_immediate=True)
+        else:
+            self._reader = engine.execution_options(
+                isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
+            self._writer = engine
 
     def close(self) -> None:
         """Closes every pooled connection."""
-        raise NotImplementedError
+        self.engine.dispose()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent snapshot. Changes made in it are rolled back."""
-        raise NotImplementedError
+        """One consistent snapshot. Changes made in it are refused or rolled back."""
+        with self._reader.connect() as connection, connection.begin() as transaction:
+            yield connection
+            transaction.rollback()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """One transaction: commits at the end of the block, rolls back when it raises."""
-        raise NotImplementedError
+        with self._writer.begin() as connection:
+            yield connection
 
     def is_reachable(self) -> bool:
         """Whether the database answers now (for readiness)."""
-        raise NotImplementedError
+        try:
+            with self.read() as connection:
+                connection.execute(select(1))
+        except SQLAlchemyError:
+            return False
+        return True
 
     def __enter__(self) -> Database:
         return self
@@ -47,7 +84,15 @@ def open_database(url: str) -> Database:
 
     Raises UnsupportedDatabase for any other URL, and for SQLite in memory.
     """
-    raise NotImplementedError
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise UnsupportedDatabase("the database URL cannot be read") from error
+    if parsed.drivername in _SQLITE_DRIVERS:
+        return Database(_sqlite_engine(parsed))
+    if parsed.drivername in _POSTGRES_DRIVERS:
+        return Database(_postgres_engine(parsed.set(drivername="postgresql+psycopg")))
+    raise UnsupportedDatabase(f"{parsed.drivername}: neither SQLite nor PostgreSQL")
 
 
 def migrate(url: str) -> None:
@@ -55,9 +100,84 @@ def migrate(url: str) -> None:
 
     Raises SchemaUnknown when newer code migrated the database.
     """
-    raise NotImplementedError
+    config = alembic_config()
+    with open_database(url) as database, database.write() as connection:
+        _wait_for_other_migrations(connection)
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        unknown = set(_applied(connection)) - known
+        if unknown:
+            raise SchemaUnknown(
+                f"the database is at version {', '.join(sorted(unknown))}: newer than this code"
+            )
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
 
 
 def schema_is_current(db: Database) -> bool:
     """Whether the schema is exactly the one of this code."""
-    raise NotImplementedError
+    heads = set(ScriptDirectory.from_config(alembic_config()).get_heads())
+    with db.read() as connection:
+        return set(_applied(connection)) == heads
+
+
+def alembic_config() -> Config:
+    """Points Alembic at the packaged versions. Give it a connection in `attributes["connection"]`."""
+    config = Config()
+    config.set_main_option("script_location", str(resources.files("migrations")).replace("%", "%%"))
+    return config
+
+
+def _applied(connection: Connection) -> tuple[str, ...]:
+    return MigrationContext.configure(connection).get_current_heads()
+
+
+def _wait_for_other_migrations(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        # A migration may outlast any request's patience, and so may waiting for one.
+        connection.execute(text("SET LOCAL statement_timeout = 0"))
+        connection.execute(text("SET LOCAL lock_timeout = 0"))
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+    # SQLite: BEGIN IMMEDIATE already holds the only write lock.
+
+
+def _sqlite_engine(url: URL) -> Engine:
+    if url.database in {None, "", ":memory:"} or "mode=memory" in str(url):
+        raise UnsupportedDatabase("SQLite in memory forgets its ledger; name a file")
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_MS // 1000})
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(dbapi_connection: DBAPIConnection, _record: object) -> None:
+    # Without this the driver begins transactions by its own rules, and DDL escapes them.
+    dbapi_connection.isolation_level = None
+    cursor = dbapi_connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    # FULL: a commit that was acknowledged survives a power cut.
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    # Or else INSERT OR REPLACE deletes rows without firing the triggers that forbid it.
+    cursor.execute("PRAGMA recursive_triggers = ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer takes its lock at the start, where waiting works; upgrading a read lock may fail at once.
+    immediate = connection.get_execution_options().get("begin_immediate", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+def _postgres_engine(url: URL) -> Engine:
+    defaults: dict[str, Any] = {
+        "application_name": "headstart-billing",
+        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
+        "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS} -c lock_timeout={STATEMENT_TIMEOUT_MS}",
+    }
+    # What the operator's URL says goes first.
+    connect_args = {name: value for name, value in defaults.items() if name not in url.query}
+    return create_engine(
+        url, connect_args=connect_args, pool_pre_ping=True, pool_timeout=CONNECT_TIMEOUT_SECONDS
+    )

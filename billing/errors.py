@@ -3,8 +3,6 @@
 A caller maps the branch it cares about: `MeterRefusal` means that no work may
 start now (the gateway answers 503), `UnpricedModel` that it may never.
 """
-# Names state the fact, as in "refused: MeterOverloaded"; a suffix would add nothing.
-# ruff: noqa: N818
 
 from __future__ import annotations
 
