@@ -1,0 +1,345 @@
+"""`POST /v1/chat/completions`: one request, one direction.
+
+parse → authenticate → choose → render → admit → generate → relay → settle.
+Knows the order and what the client is told when a step refuses. Does not know
+how any step does its work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from billing import instants
+from billing.accounts import Principal
+from billing.ids import RequestId, new_request_id
+from billing.meter import Meter
+from billing.usage import Admission
+from gateway.asgi import Answer, ClientGone, Exchange, read_json_body
+from gateway.auth import Authenticator, bearer_key, scope_of
+from gateway.drain import Drain
+from gateway.edge import openai
+from gateway.edge.canonical import AnswerHead, CanonicalRequest
+from gateway.edge.errors import (
+    ApiError,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    ServiceUnavailable,
+    UpstreamBroke,
+    UpstreamTimeout,
+)
+from gateway.logs import sanitised_client_id
+from gateway.meter import Account
+from gateway.metrics import Metrics
+from gateway.prompt import PromptTooLong
+from gateway.relay import ProtocolBroken, Relay, Tally, cache_status, relay_stream, relay_whole
+from gateway.routing import Route, Router
+from gateway.secrets import DeploymentSecret
+from gateway.settings import Settings
+from gateway.workers import WorkerBroke, WorkerRefused, WorkerSilent, WorkerUnavailable
+from model_worker.protocol import CacheMode, GenerateRequest, SamplingParams, Started
+
+ENDPOINT: Final = "chat_completions"
+CACHE_HEADER: Final = "x-headstart-cache"
+Outcome = Literal["answered", "refused", "failed", "hung_up"]
+log = structlog.get_logger("gateway.chat")
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """What is known of one request so far; steps fill it in, the log line reads it."""
+
+    request_id: RequestId
+    headers: Headers
+    answer: Answer
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    principal: Principal | None = None
+    request: CanonicalRequest | None = None
+    tally: Tally | None = None
+    worker: str | None = None
+    cache_mode: CacheMode = "automatic"
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.monotonic_ns() - self.began_ns) / 1e6
+
+    def answer_headers(self) -> dict[str, str]:
+        return {"x-request-id": str(self.request_id), "openai-processing-ms": str(round(self.elapsed_ms))}
+
+    def cache_headers(self, started: Started) -> dict[str, str]:
+        return self.answer_headers() | {
+            CACHE_HEADER: cache_status(started, self.cache_mode),
+            "x-headstart-cached-tokens": str(started.cached.total),
+            "x-headstart-worker": self.worker or "",
+        }
+
+
+class _CallSink:
+    """Sends one call's answer, with the headers that are known from `Started` on."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._answer = call.answer
+
+    async def begin_stream(self, started: Started) -> None:
+        headers = {
+            "content-type": openai.EVENT_STREAM_TYPE,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        await self._answer.begin(200, self._call.cache_headers(started) | headers)
+
+    async def send(self, chunk: bytes) -> None:
+        await self._answer.send(chunk)
+
+    async def end_stream(self, chunk: bytes) -> None:
+        await self._answer.end(chunk)
+
+    async def whole(self, started: Started, body: bytes) -> None:
+        await self._answer.whole(
+            200, self._call.cache_headers(started) | {"content-type": openai.JSON_TYPE}, body
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCompletions:
+    """An ASGI application for the one route."""
+
+    settings: Settings
+    secret: DeploymentSecret
+    authenticator: Authenticator
+    router: Router
+    meter: Meter
+    metrics: Metrics
+    drain: Drain
+    prompt_threads: Executor
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Answer(send, stall_seconds=self.settings.client_stall_timeout_seconds)
+        call = Call(request_id=new_request_id(), headers=Headers(scope=scope), answer=answer)
+        outcome: Outcome = "failed"
+        with self.metrics.in_flight(ENDPOINT):
+            try:
+                outcome = await self._answer(call, receive)
+            finally:
+                self._record(call, outcome)
+
+    async def _answer(self, call: Call, receive: Receive) -> Outcome:
+        try:
+            call.principal = await self.authenticator.authenticate(
+                bearer_key(call.headers.get("authorization"))
+            )
+            body = await read_json_body(
+                receive,
+                call.headers,
+                max_bytes=self.settings.max_body_bytes,
+                timeout_seconds=self.settings.body_timeout_seconds,
+            )
+            exchange = Exchange(receive, call.answer)
+            with self.drain.tracking(exchange):
+                await exchange.run(self._work(call, call.principal, body))
+        except ClientGone:
+            return "hung_up"
+        except ApiError as error:
+            return await self._refuse(call, error)
+        return "answered"
+
+    async def _refuse(self, call: Call, error: ApiError) -> Outcome:
+        """Before the answer has begun it is the error; afterwards the stream ends with one, and
+        without `[DONE]`.
+        """
+        try:
+            if call.answer.begun:
+                await call.answer.end(openai.encode_error_event(error))
+            else:
+                headers = {**call.answer_headers(), **error.headers, "content-type": openai.JSON_TYPE}
+                await call.answer.whole(error.status, headers, openai.encode_error(error))
+        except ClientGone:
+            return "hung_up"
+        return "refused" if error.status < InternalError.status else "failed"
+
+    async def _work(self, call: Call, principal: Principal, body: bytes) -> None:
+        request = call.request = openai.parse_chat(body)
+        call.cache_mode = _cache_mode(call.headers)
+        route = await self.router.choose(request.model)
+        call.worker = route.worker.name
+        window = route.card.context_window_tokens
+        _check_limit(request, window)
+        token_ids = await self._render(request, route, window)
+        max_tokens = _output_room(request, prompt_tokens=len(token_ids), window=window)
+        tally = call.tally = Tally(prompt_tokens=len(token_ids), clock=time.monotonic_ns)
+        account = Account(
+            self.meter,
+            Admission(
+                request_id=call.request_id,
+                tenant_id=principal.tenant_id,
+                api_key_id=principal.api_key_id,
+                model=route.card.model,
+                admitted_at=instants.now(),
+            ),
+            tally,
+            started_ns=call.began_ns,
+            clock=instants.now,
+        )
+        generate = GenerateRequest(
+            request_id=str(call.request_id),
+            scope=scope_of(self.secret, principal.tenant_id),
+            token_ids=token_ids,
+            sampling=_sampling_params(request, max_tokens),
+            cache=call.cache_mode,
+        )
+        async with account.admitted():
+            await self._generate(call, route, generate, account)
+
+    async def _render(self, request: CanonicalRequest, route: Route, window: int) -> list[int]:
+        try:
+            token_ids = await route.encoder.encode_off_loop(
+                request.messages, max_tokens=window, executor=self.prompt_threads
+            )
+        except PromptTooLong as error:
+            raise _prompt_too_long(f"at least {error.at_least}", window) from None
+        if not token_ids:
+            raise InvalidRequest("The messages render to an empty prompt.", param="messages")
+        if len(token_ids) >= window:
+            raise _prompt_too_long(str(len(token_ids)), window)
+        return token_ids
+
+    async def _generate(self, call: Call, route: Route, generate: GenerateRequest, account: Account) -> None:
+        assert call.request is not None, "a request is parsed before it is generated"
+        assert call.tally is not None, "a tally is opened before its account"
+        head = AnswerHead(
+            request_id=str(call.request_id),
+            created=int(time.time()),
+            model=route.card.model,
+            fingerprint=route.card.fingerprint,
+        )
+        relay: Relay = relay_whole
+        if call.request.stream:
+            relay = partial(relay_stream, include_usage=call.request.include_usage)
+        try:
+            with route.worker.carrying():
+                async with route.worker.client.generate(generate) as events:
+                    await relay(events, call.tally, head, _CallSink(call), account.observe)
+        except WorkerUnavailable as error:
+            raise ServiceUnavailable(
+                "The model worker is not available.", code="worker_unavailable"
+            ) from error
+        except WorkerRefused as error:
+            raise _refusal_of(error) from error
+        except WorkerSilent as error:
+            raise UpstreamTimeout("The model worker did not answer in time.") from error
+        except (WorkerBroke, ProtocolBroken) as error:
+            raise UpstreamBroke("The model worker broke off its answer.") from error
+
+    def _record(self, call: Call, outcome: Outcome) -> None:
+        status = str(call.answer.status) if call.answer.status is not None else "none"
+        self.metrics.requests.labels(ENDPOINT, status, outcome).inc()
+        self.metrics.request_seconds.labels(ENDPOINT).observe(call.elapsed_ms / 1e3)
+        facts = _facts(call)
+        if (tally := call.tally) is not None:
+            self.metrics.count_tokens(tally.counts)
+            if tally.started is not None:
+                self.metrics.cache.labels(cache_status(tally.started, call.cache_mode)).inc()
+            if tally.first_token_at is not None:
+                self.metrics.first_token_seconds.observe((tally.first_token_at - call.began_ns) / 1e9)
+        log.info("request", outcome=outcome, status=call.answer.status, **facts)
+
+
+def _facts(call: Call) -> dict[str, object]:
+    """What the log line says of a request: ids, counts and times, and never its text."""
+    facts: dict[str, object] = {
+        "request_id": str(call.request_id),
+        "client_request_id": sanitised_client_id(call.headers.get("x-request-id")),
+        "tenant_id": str(call.principal.tenant_id) if call.principal else None,
+        "worker": call.worker,
+        "stream": call.request.stream if call.request else None,
+        "elapsed_ms": round(call.elapsed_ms, 3),
+    }
+    if call.tally is not None:
+        counts = call.tally.counts
+        facts |= {
+            "uncached_tokens": counts.uncached,
+            "read_tokens": counts.read,
+            "output_tokens": counts.output,
+            "delivered_tokens": call.tally.delivered,
+            "finish_reason": call.tally.finish_reason,
+        }
+    return facts
+
+
+def _cache_mode(headers: Mapping[str, str]) -> CacheMode:
+    """A client may ask not to use the cache, to compare. Nothing else can be asked for by this header."""
+    asked = headers.get(CACHE_HEADER)
+    if asked is None or asked == "automatic":
+        return "automatic"
+    if asked == "bypass":
+        return "bypass"
+    raise InvalidRequest(f"The header {CACHE_HEADER} can be 'automatic' or 'bypass'.", param=CACHE_HEADER)
+
+
+def _check_limit(request: CanonicalRequest, window: int) -> None:
+    """Refuses a limit that no prompt could satisfy, before the prompt is rendered."""
+    if request.limit is not None and request.limit.tokens > window:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {window} tokens, but '{request.limit.param}' asks for "
+            f"{request.limit.tokens}.",
+            param=request.limit.param,
+        )
+
+
+def _output_room(request: CanonicalRequest, *, prompt_tokens: int, window: int) -> int:
+    if request.limit is None:
+        return window - prompt_tokens
+    wanted = request.limit.tokens
+    if prompt_tokens + wanted > window:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {window} tokens. However, you requested "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the messages, {wanted} in the completion). "
+            "Please reduce the length of the messages or completion.",
+            param=request.limit.param,
+        )
+    return wanted
+
+
+def _prompt_too_long(counted: str, window: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {window} tokens. However, your messages resulted in "
+        f"{counted} tokens, which leaves no room for an answer. Please reduce the length of the messages.",
+        param="messages",
+    )
+
+
+def _sampling_params(request: CanonicalRequest, max_tokens: int) -> SamplingParams:
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=sampling.stop,
+    )
+
+
+def _refusal_of(error: WorkerRefused) -> ApiError:
+    refusal = error.refusal
+    match refusal.code:
+        case "invalid_request":
+            return InvalidRequest(f"The model worker refused the request: {refusal.message}")
+        case "context_length_exceeded":
+            return ContextLengthExceeded(refusal.message, param="messages")
+        case "queue_full" | "draining":
+            return ServiceUnavailable(
+                "The model worker takes no more requests now.",
+                code=refusal.code,
+                headers={"retry-after": "1"},
+            )

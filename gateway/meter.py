@@ -1,0 +1,80 @@
+"""Every request has an account: opened before dispatch, settled once, whatever happens in between.
+
+Knows the billing meter's calls and how to reach it from an event loop. Does
+not know prices, SQL or dialects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from billing.errors import MeterRefusal, UnpricedModel
+from billing.instants import Clock, Microseconds
+from billing.meter import Meter
+from billing.usage import Admission, TokenCounts, UsageEvent, UsageKind
+from gateway.edge.errors import ServiceUnavailable
+from gateway.relay import Tally
+
+OBSERVE_EVERY_TOKENS: Final = 32
+
+
+class Account:
+    """One request's account. States: open → admitted → settled."""
+
+    def __init__(
+        self, meter: Meter, admission: Admission, tally: Tally, *, started_ns: int, clock: Clock
+    ) -> None:
+        self._meter = meter
+        self._admission = admission
+        self._tally = tally
+        self._started_ns = started_ns
+        self._clock = clock
+        self._observed_total = 0
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Raises `ServiceUnavailable` when the request cannot be metered: unmetered work is not begun."""
+        try:
+            # Shielded: the row may be committed although the client left, and then it must be settled too.
+            await asyncio.shield(asyncio.wrap_future(self._meter.admit(self._admission)))
+        except UnpricedModel as error:
+            raise ServiceUnavailable(
+                "The model has no price yet.", code="model_not_priced", headers={"x-should-retry": "false"}
+            ) from error
+        except MeterRefusal as error:
+            raise ServiceUnavailable(
+                "The request cannot be metered at the moment.", code="meter_unavailable"
+            ) from error
+        except asyncio.CancelledError:
+            self._settle()
+            raise
+        try:
+            yield
+        finally:
+            self._settle()  # no await: a hang-up cancels every await in this block
+
+    def observe(self) -> None:
+        """Leaves evidence of the counts so far, now and then, in case this process dies."""
+        total = self._tally.counts.total
+        if self._observed_total == 0 or total - self._observed_total >= OBSERVE_EVERY_TOKENS:
+            self._meter.observe(self._event(UsageKind.ABORTED))
+            self._observed_total = total
+
+    def _settle(self) -> None:
+        is_final = self._tally.finish_reason is not None
+        self._meter.settle(self._event(UsageKind.FINAL if is_final else UsageKind.ABORTED))
+
+    def _event(self, kind: UsageKind) -> UsageEvent:
+        tally, counts = self._tally, self._tally.counts
+        return UsageEvent(
+            admission=self._admission,
+            kind=kind,
+            counts=TokenCounts(uncached=counts.uncached, read=counts.read, output=counts.output),
+            finished_at=Microseconds(self._clock()),
+            delivered=tally.delivered,
+            finish_reason=tally.finish_reason or (tally.failure.code if tally.failure else None),
+            first_token_ns=None if tally.first_token_at is None else tally.first_token_at - self._started_ns,
+        )

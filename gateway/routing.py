@@ -1,0 +1,64 @@
+"""Which worker serves a request.
+
+Knows the roster and model names. Does not know tenants, prompts' text or how
+a worker is spoken to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.edge.errors import ModelNotFound, ServiceUnavailable
+from gateway.prompt import PromptEncoder
+from gateway.roster import Roster, Worker
+from model_worker.protocol import WorkerCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The worker that was chosen, and what was known of it at that instant."""
+
+    worker: Worker
+    card: WorkerCard
+    encoder: PromptEncoder
+
+
+class Router:
+    """Chooses among the workers that serve the model: the one with the fewest requests in flight."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    async def choose(self, model: str) -> Route:
+        """Raises `ModelNotFound`, or `ServiceUnavailable` while no worker is known at all."""
+        routes = self._routes()
+        if not any(route.card.model == model for route in routes):
+            # A worker that has just come up is not made to wait for the next poll.
+            await self._roster.refresh()
+            routes = self._routes()
+        if not routes:
+            raise ServiceUnavailable("No model worker is available.", code="worker_unavailable")
+        fitting = [route for route in routes if route.card.model == model]
+        if not fitting:
+            raise ModelNotFound(
+                f"The model '{model}' does not exist or you do not have access to it.", param="model"
+            )
+        return min(fitting, key=lambda route: (route.worker.away_because is not None, route.worker.in_flight))
+
+    async def models(self) -> list[str]:
+        """Names that can be asked for, sorted. Raises `ServiceUnavailable` while no worker is known
+        at all.
+        """
+        if not self._routes():
+            await self._roster.refresh()
+        names = sorted({route.card.model for route in self._routes()})
+        if not names:
+            raise ServiceUnavailable("No model worker is available.", code="worker_unavailable")
+        return names
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route(worker=worker, card=worker.card, encoder=worker.encoder)
+            for worker in self._roster.workers
+            if worker.card is not None and worker.encoder is not None
+        ]
