@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegative = 0
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
@@ -148,7 +148,11 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /v1/stats`: counters since start, and the instant's block states (free + cached + held = total)."""
+    """`GET /v1/stats`: counters since start, and the instant's block states (free + cached + held = total).
+
+    `prompt_tokens_computed` counts each prompt token's first computation; what
+    a preemption made the worker compute again is in `tokens_recomputed`.
+    """
 
     blocks_free: int
     blocks_cached: int
@@ -158,6 +162,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     sequences_waiting: int
     prompt_tokens_computed: int
     prompt_tokens_cached: int
+    tokens_recomputed: int
     output_tokens: int
     requests_finished: int
     requests_cancelled: int
@@ -192,4 +197,4 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""What `GET /v1/files/{name}` serves: enough for a gateway to render and tokenise exactly as the model expects."""
+"""What `GET /v1/files/{name}` serves: enough to render and tokenise exactly as the model expects."""

@@ -1,0 +1,320 @@
+"""The loop that turns requests into events, one step at a time.
+
+Knows sequences, the scheduler and the runner. Does not know HTTP: an event
+goes to the request's own callback, from the engine's thread.
+
+One thread owns scheduler, store and tensors; other threads only append to the
+inbox. A failing forward pass ends the requests in it with `Failed` and the
+engine goes on; any other error is a defect: the loop ends, every request gets
+`Failed`, and the process exits so that its supervisor starts a clean one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from prefix_store.store import PrefixStore
+from tokenizers import Tokenizer
+
+from model_worker.detokenizer import Detokenizer
+from model_worker.protocol import (
+    Event,
+    Failed,
+    FailureCode,
+    Finished,
+    GenerateRequest,
+    Prefilled,
+    Refusal,
+    Token,
+    WorkerStats,
+)
+from model_worker.runner import ModelRunner
+from model_worker.scheduler import Scheduler
+from model_worker.sequence import Sequence
+
+log = structlog.get_logger(__name__)
+
+EventSink = Callable[[Event], None]
+"""Takes one event; called from the engine's thread, must not block or raise."""
+
+
+class RequestRefused(Exception):
+    """The request cannot be served; nothing was computed."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Totals since start; their meaning is `WorkerStats`'."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_recomputed: int = 0
+    output_tokens: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    sequence: Sequence
+    sink: EventSink
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What other threads ask for, guarded by one condition."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    added: deque[_Live] = field(default_factory=deque)
+    cancelled: set[str] = field(default_factory=set)
+    open_ids: set[str] = field(default_factory=set)
+    draining: bool = False
+    stopping: bool = False
+
+
+class Engine:
+    """Generates for many requests at once. States: new -> running -> stopped."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        store: PrefixStore,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        context_window_tokens: int,
+        vocab_size: int,
+        max_open: int,
+        check_when_idle: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._store = store
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._context_window_tokens = context_window_tokens
+        self._vocab_size = vocab_size
+        self._max_open = max_open
+        self._check_when_idle = check_when_idle
+        self._inbox = _Inbox()
+        self._live: dict[str, _Live] = {}
+        self._counters = Counters()
+        self.died = False
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._on_death: Callable[[], None] = lambda: None
+        self.stats = self._snapshot()
+
+    # Called from any thread.
+
+    def start(self, on_death: Callable[[], None] | None = None) -> None:
+        """Starts the loop. `on_death` is called when it ends without having been stopped."""
+        if on_death is not None:
+            self._on_death = on_death
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends every request with `Failed(shutting_down)` and waits for the loop to end."""
+        with self._inbox.changed:
+            self._inbox.stopping = True
+            self._inbox.changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those under way go on."""
+        with self._inbox.changed:
+            self._inbox.draining = True
+
+    @property
+    def num_open(self) -> int:
+        """Requests queued and running."""
+        return len(self._inbox.open_ids)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.is_alive and not self._inbox.draining and not self._inbox.stopping
+
+    def submit(self, request: GenerateRequest, sink: EventSink) -> None:
+        """Queues a request. Raises `RequestRefused` when it can never be served or the queue is full."""
+        self._refuse_impossible(request)
+        live = _Live(
+            sequence=Sequence.of(request, Detokenizer(self._tokenizer, request.sampling.stop)), sink=sink
+        )
+        with self._inbox.changed:
+            if self._inbox.draining or self._inbox.stopping or not self.is_alive:
+                raise RequestRefused(Refusal(code="draining", message="this worker takes no new requests"))
+            if request.request_id in self._inbox.open_ids:
+                message = f"request_id: {request.request_id} is already being generated"
+                raise RequestRefused(Refusal(code="invalid_request", message=message))
+            if len(self._inbox.open_ids) >= self._max_open:
+                message = f"{len(self._inbox.open_ids)} requests are open, the most this worker takes"
+                raise RequestRefused(Refusal(code="queue_full", message=message))
+            self._inbox.open_ids.add(request.request_id)
+            self._inbox.added.append(live)
+            self._inbox.changed.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request before the next step. An ended id is ignored: hang-ups race with endings."""
+        with self._inbox.changed:
+            self._inbox.cancelled.add(request_id)
+            self._inbox.changed.notify()
+
+    def _refuse_impossible(self, request: GenerateRequest) -> None:
+        num_tokens = len(request.token_ids) + request.sampling.max_tokens
+        if num_tokens > self._context_window_tokens:
+            message = (
+                f"{len(request.token_ids)} prompt tokens and max_tokens {request.sampling.max_tokens} "
+                f"exceed the context window of {self._context_window_tokens} tokens"
+            )
+            raise RequestRefused(Refusal(code="context_length_exceeded", message=message))
+        largest = max(request.token_ids)
+        if largest >= self._vocab_size:
+            message = f"token_ids: {largest} is outside the vocabulary of {self._vocab_size}"
+            raise RequestRefused(Refusal(code="invalid_request", message=message))
+
+    # The engine's own thread, from here on.
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if self._scheduler.has_work:
+                    self._step()
+                elif self._check_when_idle:
+                    self._scheduler.check()
+                self.stats = self._snapshot()
+            for live in list(self._live.values()):
+                self._close(live, self._scheduler.finish)
+                self._fail(live, "shutting_down", "the worker is shutting down")
+            self._scheduler.check()
+        finally:
+            self._abandon()
+            self.stats = self._snapshot()
+
+    def _take_inbox(self) -> bool:
+        """Waits for work, takes what came; False when it is time to stop."""
+        inbox = self._inbox
+        with inbox.changed:
+            while not (inbox.added or inbox.cancelled or inbox.stopping or self._scheduler.has_work):
+                inbox.changed.wait()
+            added, inbox.added = inbox.added, deque()
+            cancelled, inbox.cancelled = inbox.cancelled, set()
+            stopping = inbox.stopping
+        for live in added:
+            self._live[live.sequence.request.request_id] = live
+            self._scheduler.add(live.sequence)
+        for request_id in cancelled & self._live.keys():
+            self._close(self._live[request_id], self._scheduler.finish)
+            self._counters.requests_cancelled += 1
+        return not stopping
+
+    def _step(self) -> None:
+        step = self._scheduler.schedule()
+        for sequence in step.admitted:
+            assert sequence.started is not None
+            self._counters.prompt_tokens_cached += sequence.started.cached.total
+            self._emit(sequence, sequence.started)
+        try:
+            next_tokens = self._runner.execute(step)
+        except RuntimeError as error:  # what torch raises, running out of memory included
+            log.exception("step_failed", num_chunks=len(step.chunks))
+            for chunk in step.chunks:
+                live = self._live[chunk.sequence.request.request_id]
+                self._close(live, self._scheduler.abandon)
+                self._fail(live, "engine_failed", f"the forward pass failed: {error}")
+            return
+        self._scheduler.commit(step)
+        self._counters.steps += 1
+        for chunk, token in zip(step.chunks, next_tokens, strict=True):
+            self._count_computed(chunk.sequence, chunk.start, chunk.stop)
+            if token is not None:
+                self._accept(chunk.sequence, token)
+            elif chunk.sequence.started is not None and chunk.sequence.num_output == 0:
+                cached = chunk.sequence.started.cached.total
+                self._emit(chunk.sequence, Prefilled(computed_tokens=max(0, chunk.stop - cached)))
+
+    def _count_computed(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Splits a computed range into what a preemption repeated and new prompt tokens."""
+        first_new = max(start, sequence.num_computed_before)
+        self._counters.tokens_recomputed += max(0, min(stop, first_new) - start)
+        self._counters.prompt_tokens_computed += max(0, min(stop, sequence.num_prompt) - first_new)
+
+    def _accept(self, sequence: Sequence, token: int) -> None:
+        """Appends a chosen token and tells the client, in one event, or two where it is the last."""
+        sequence.tokens.append(token)
+        self._counters.output_tokens += 1
+        text = sequence.detokenizer.push(token)
+        self._emit(sequence, Token(token_ids=[token], text=text))
+        reason = sequence.finish_reason(self._eos_token_ids)
+        if reason is None:
+            return
+        held_text = sequence.detokenizer.flush()
+        live = self._live[sequence.request.request_id]
+        self._close(live, self._scheduler.finish)
+        self._counters.requests_finished += 1
+        live.sink(Finished(reason=reason, text=held_text, output_tokens=sequence.num_output))
+
+    def _emit(self, sequence: Sequence, event: Event) -> None:
+        self._live[sequence.request.request_id].sink(event)
+
+    def _fail(self, live: _Live, code: FailureCode, message: str) -> None:
+        self._counters.requests_failed += 1
+        live.sink(Failed(code=code, message=message))
+
+    def _close(self, live: _Live, give_back: Callable[[Sequence], None]) -> None:
+        """Takes a request off every list; its blocks are back before its client hears of the end."""
+        request_id = live.sequence.request.request_id
+        del self._live[request_id]
+        give_back(live.sequence)
+        with self._inbox.changed:
+            self._inbox.open_ids.remove(request_id)
+
+    def _abandon(self) -> None:
+        """The loop is over. After a defect somebody may still wait: nobody waits for ever."""
+        with self._inbox.changed:
+            stopped_on_purpose = self._inbox.stopping
+            self._inbox.stopping = True
+            left = [*self._live.values(), *self._inbox.added]
+            self._inbox.added.clear()
+            self._inbox.open_ids.clear()
+        self._live.clear()
+        for live in left:
+            live.sink(Failed(code="engine_failed", message="the engine stopped"))
+        if not stopped_on_purpose:
+            self.died = True
+            self._on_death()
+
+    def _snapshot(self) -> WorkerStats:
+        blocks = self._store.counts
+        counters = self._counters
+        return WorkerStats(
+            blocks_free=blocks.free,
+            blocks_cached=blocks.cached,
+            blocks_held=blocks.held,
+            blocks_total=blocks.total,
+            sequences_running=len(self._scheduler.running),
+            sequences_waiting=len(self._scheduler.waiting),
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            prompt_tokens_cached=counters.prompt_tokens_cached,
+            tokens_recomputed=counters.tokens_recomputed,
+            output_tokens=counters.output_tokens,
+            requests_finished=counters.requests_finished,
+            requests_cancelled=counters.requests_cancelled,
+            requests_failed=counters.requests_failed,
+            preemptions=self._scheduler.preemptions,
+            steps=counters.steps,
+        )

@@ -1,0 +1,166 @@
+"""Which tokens are computed in the next step, and who waits.
+
+Knows sequences, the token budget and the prefix store; it is the only caller
+of the store. Does not know tensors: it returns integers for the runner.
+
+First in, first out. Sequences that decode go first, one token each; what is
+left of the budget goes to prefill in chunks, admitted ones before new ones.
+When blocks run out, the sequence admitted last is preempted: its blocks become
+cached ones, and it resumes by computing again what was evicted meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from model_worker.protocol import Started, TierTokens
+from model_worker.sequence import Sequence
+from prefix_store.leases import RowCopy
+from prefix_store.pool import OutOfBlocks
+from prefix_store.store import PrefixStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens `start` to `start + num_tokens` of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk ends at the last known token, so that its logits choose the next one."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step's work. Copies come before chunks and are executed in order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[RowCopy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    budget: int
+
+    def add(self, sequence: Sequence) -> None:
+        num_tokens = min(sequence.num_pending, self.budget)
+        self.chunks.append(Chunk(sequence=sequence, start=sequence.num_computed, num_tokens=num_tokens))
+        self.budget -= num_tokens
+
+
+class Scheduler:
+    """Owns the queues and the leases. `check()` states what always holds between steps."""
+
+    def __init__(self, store: PrefixStore, *, step_tokens: int, max_running: int) -> None:
+        self._store = store
+        self._step_tokens = step_tokens
+        self._max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Step:
+        """Chooses the next step. Holds blocks for every chunk in it."""
+        step = Step(budget=self._step_tokens)
+        self._grow_running()
+        for sequence in sorted(self.running, key=lambda one: one.is_prefilling):
+            if step.budget:
+                step.add(sequence)
+        while step.budget and self.waiting and len(self.running) < self._max_running:
+            if not self._admit(self.waiting[0], step):
+                break
+        return step
+
+    def commit(self, step: Step) -> None:
+        """The step was computed: its tokens' KV is in the pool and may be found by others."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.stop
+            if sequence.shares_cache:
+                assert sequence.lease is not None
+                self._store.seal(sequence.lease, sequence.tokens, sequence.num_computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Gives back every block of a sequence that ended, in whatever state it is."""
+        if sequence.lease is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Gives back the blocks of a running sequence whose step failed; nothing new of it may be found."""
+        assert sequence.lease is not None
+        self.running.remove(sequence)
+        self._store.discard(sequence.lease)
+        sequence.lease = None
+
+    def check(self) -> None:
+        """Asserts the store's invariants, and that exactly the running sequences hold leases."""
+        self._store.check()
+        assert all(sequence.lease is not None for sequence in self.running)
+        assert all(sequence.lease is None for sequence in self.waiting)
+        if not self.running:
+            assert self._store.counts.held == 0, self._store.counts
+
+    def _grow_running(self) -> None:
+        """Makes room for every running sequence's next token, oldest first, preempting the youngest."""
+        for sequence in list(self.running):
+            while sequence.lease is not None:
+                try:
+                    self._store.extend(sequence.lease, len(sequence.tokens))
+                    break
+                except OutOfBlocks:
+                    self._preempt(self.running[-1])
+
+    def _admit(self, sequence: Sequence, step: Step) -> bool:
+        """Moves the head of the queue to running if its whole prompt fits now."""
+        limit = len(sequence.tokens) - 1 if sequence.shares_cache else 0
+        lease = self._store.acquire(sequence.request.scope, sequence.tokens, max_cached_tokens=limit)
+        try:
+            self._store.extend(lease, len(sequence.tokens))
+        except OutOfBlocks:
+            self._store.discard(lease)
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.lease = lease
+        sequence.num_computed = lease.cached_tokens
+        step.copies.extend(lease.copies)
+        if sequence.started is None:
+            cached = lease.cached_tokens
+            sequence.started = Started(
+                cached=TierTokens(device=cached), uncached=sequence.num_prompt - cached
+            )
+            step.admitted.append(sequence)
+        step.add(sequence)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.num_computed_before = max(sequence.num_computed_before, sequence.num_computed)
+        self._release(sequence)
+        sequence.num_computed = 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        if sequence.shares_cache:
+            self._store.release(sequence.lease, sequence.tokens, sequence.num_computed)
+        else:
+            self._store.discard(sequence.lease)
+        sequence.lease = None

@@ -1,0 +1,73 @@
+"""One request being generated: its tokens, its blocks, and how far it is.
+
+States: waiting -> running -> finished; a preempted sequence goes back from
+running to waiting and keeps its tokens. Only the scheduler moves a sequence
+between states and touches its lease; only the engine appends tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from model_worker.detokenizer import Detokenizer
+from model_worker.protocol import FinishReason, GenerateRequest, Started
+from prefix_store.leases import Lease
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A prompt and what was generated after it.
+
+    `num_computed` counts tokens whose KV is in the pool. `started` is frozen at
+    first admission: preemption and resumption never turn into customer hits.
+    `num_computed_before` is how far it was when it was last preempted.
+    """
+
+    request: GenerateRequest
+    detokenizer: Detokenizer
+    seed: int
+    tokens: array[int]
+    num_prompt: int
+    lease: Lease | None = None
+    num_computed: int = 0
+    started: Started | None = None
+    num_computed_before: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest, detokenizer: Detokenizer) -> Sequence:
+        seed = request.sampling.seed
+        return cls(
+            request=request,
+            detokenizer=detokenizer,
+            seed=secrets.randbits(63) if seed is None else seed,
+            tokens=array("I", request.token_ids),
+            num_prompt=len(request.token_ids),
+        )
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not computed: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.num_prompt
+
+    @property
+    def shares_cache(self) -> bool:
+        return self.request.cache == "automatic"
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why generation ends after the last token, or None while it goes on."""
+        sampling = self.request.sampling
+        if self.detokenizer.stopped:
+            return "stop"
+        if not sampling.ignore_eos and self.tokens[-1] in eos_token_ids:
+            return "stop"
+        return "length" if self.num_output >= sampling.max_tokens else None

@@ -1,0 +1,129 @@
+"""From settings to a running engine: the one place where a worker's parts meet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from prefix_store.store import PrefixStore
+from tokenizers import Tokenizer
+
+from model_worker.attention import ATTENTION_NAME
+from model_worker.engine import Engine
+from model_worker.kv_cache import KVCache
+from model_worker.models import (
+    LoadedModel,
+    ModelUnavailable,
+    load_model,
+    model_label,
+    resolve_model_folder,
+    tokenizer_files,
+)
+from model_worker.protocol import WorkerCard
+from model_worker.runner import ModelRunner
+from model_worker.scheduler import Scheduler
+from model_worker.settings import WorkerSettings
+from prefix_store.blocks import BlockNamer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """An engine not yet started, its card, and the tokenizer files it serves."""
+
+    engine: Engine
+    card: WorkerCard
+    files: dict[str, Path]
+
+
+def load_worker(settings: WorkerSettings) -> Worker:
+    """Finds, converts and loads the model, and builds the engine. Raises `ModelUnavailable`."""
+    device = _device(settings)
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    folder = resolve_model_folder(settings.model, settings.models_folder)
+    model = load_model(
+        name=model_label(settings.model, folder),
+        folder=folder,
+        attention=ATTENTION_NAME,
+        device=device,
+        dtype=_dtype(settings, device),
+    )
+    return build_worker(model, settings)
+
+
+def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
+    """Builds the engine around a loaded model."""
+    num_blocks = settings.kv_cache_blocks or _blocks_that_fit(model, settings)
+    dtype = str(model.dtype).removeprefix("torch.")
+    namer = BlockNamer(
+        seed=int(settings.block_seed, 16),
+        model_fingerprint=model.fingerprint,
+        dtype=dtype,
+        kv_codec="none",
+        block_size=settings.block_size,
+    )
+    store = PrefixStore(num_blocks=num_blocks, block_size=settings.block_size, namer=namer)
+    cache = KVCache(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    # A sequence alone must always fit, or it could wait for ever.
+    context_window_tokens = min(model.context_window_tokens, num_blocks * settings.block_size)
+    engine = Engine(
+        scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
+        store=store,
+        runner=ModelRunner(model, cache),
+        tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),
+        eos_token_ids=model.eos_token_ids,
+        context_window_tokens=context_window_tokens,
+        vocab_size=model.vocab_size,
+        max_open=settings.max_open,
+        check_when_idle=settings.check_when_idle,
+    )
+    card = WorkerCard(
+        model=model.name,
+        fingerprint=model.fingerprint,
+        dtype=dtype,
+        device=str(model.device),
+        vocab_size=model.vocab_size,
+        context_window_tokens=context_window_tokens,
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        epoch=secrets.token_hex(8),
+    )
+    return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
+
+
+def _device(settings: WorkerSettings) -> torch.device:
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ModelUnavailable("device cuda was asked for, and torch sees none")
+    return torch.device(settings.device)
+
+
+def _dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
+    if settings.dtype == "auto":
+        # CPUs compute float32 faster; GPUs are made for bfloat16.
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return dtype
+
+
+def _blocks_that_fit(model: LoadedModel, settings: WorkerSettings) -> int:
+    block_bytes = model.kv_bytes_per_token * settings.block_size
+    num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
+    if num_blocks < 1:
+        raise ModelUnavailable(
+            f"a KV block of {settings.block_size} tokens needs {block_bytes} bytes; "
+            f"kv_cache_gib {settings.kv_cache_gib} holds none"
+        )
+    return num_blocks

@@ -1,0 +1,3 @@
+from tests.unit.model_worker.conftest import tiny_model
+
+__all__ = ["tiny_model"]

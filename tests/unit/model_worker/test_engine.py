@@ -1,0 +1,249 @@
+"""What a request gets from the engine, and what the engine keeps of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from model_worker.engine import RequestRefused
+from model_worker.models import LoadedModel
+from model_worker.protocol import Failed, Finished, Prefilled, Started, Token
+from model_worker.settings import WorkerSettings
+from model_worker.wiring import build_worker
+from tests.engines import DEADLINE_SECONDS, EngineDriver, running_engine
+from tests.tiny_models import tiny_llama_config
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def test_a_repeated_prompt_computes_one_token(driver: EngineDriver) -> None:
+    prompt = prompt_of(100)
+    cold = driver.generate(prompt)
+    computed = driver.engine.stats.prompt_tokens_computed
+    warm = driver.generate(prompt)
+    assert cold.started.cached.total == 0
+    assert warm.started == Started(cached=type(warm.started.cached)(device=99), uncached=1)
+    assert driver.idle_stats().prompt_tokens_computed - computed == 1 + 1  # one of them is idle_stats' own
+    assert warm.tokens == cold.tokens
+
+
+def test_the_next_turn_finds_the_answer_of_the_last(driver: EngineDriver) -> None:
+    first = driver.generate(prompt_of(40), max_tokens=20, ignore_eos=True)
+    turn = prompt_of(40) + first.tokens + prompt_of(10, seed=1)
+    # The last token generated was never an input, so its keys and values do not exist.
+    assert driver.generate(turn).started.cached.total == 40 + 20 - 1
+
+
+def test_greedy_tokens_are_those_of_transformers(driver: EngineDriver, tiny_model: LoadedModel) -> None:
+    torch.manual_seed(0)
+    config = tiny_llama_config()
+    config._attn_implementation = "eager"
+    plain = LlamaForCausalLM(config).eval()
+    for seed in range(5):
+        prompt = prompt_of(30 + seed, seed)
+        expected = plain.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :]
+        assert driver.generate(prompt, max_tokens=12).tokens == expected.tolist()
+
+
+def test_long_prompts_are_computed_in_chunks_and_tell_their_progress(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, step_tokens=32) as driver:
+        chunked = driver.generate(prompt_of(100))
+    progress = [event.computed_tokens for event in chunked.events if isinstance(event, Prefilled)]
+    assert progress == [32, 64, 96]
+    with running_engine(tiny_model, step_tokens=512) as driver:
+        assert driver.generate(prompt_of(100)).tokens == chunked.tokens
+
+
+def test_a_cancelled_request_returns_every_block(driver: EngineDriver) -> None:
+    generation = driver.submit(prompt_of(64), max_tokens=900, ignore_eos=True)
+    generation.wait_for(Token)
+    driver.engine.cancel(generation.request_id)
+    stats = driver.idle_stats()
+    assert stats.blocks_held == 0
+    assert stats.requests_cancelled == 1
+    assert stats.output_tokens < 900
+
+
+def test_a_request_cancelled_while_it_waits_computes_nothing(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, max_running=1) as driver:
+        first = driver.submit(prompt_of(20), max_tokens=200, ignore_eos=True)
+        first.wait_for(Token)
+        second = driver.submit(prompt_of(30, seed=1))
+        driver.engine.cancel(second.request_id)
+        first.wait()
+        stats = driver.idle_stats()
+    assert stats.requests_cancelled == 1
+    assert stats.prompt_tokens_computed == 20 + 1
+
+
+def test_many_at_once_give_what_each_gives_alone(tiny_model: LoadedModel) -> None:
+    prompts = [prompt_of(48) + prompt_of(5 + 3 * seed, seed) for seed in range(8)]
+    options: dict[str, object] = {"max_tokens": 30, "ignore_eos": True}
+    with running_engine(tiny_model, kv_cache_blocks=256) as driver:
+        alone = [driver.generate(prompt, cache="bypass", **options).tokens for prompt in prompts]
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=64) as driver:
+        together = [driver.submit(prompt, **options) for prompt in prompts]
+        assert [generation.wait().tokens for generation in together] == alone
+        stats = driver.idle_stats()
+    assert stats.blocks_held == 0
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+
+def test_when_blocks_run_out_the_youngest_waits_and_no_text_changes(tiny_model: LoadedModel) -> None:
+    prompts = [prompt_of(60, seed) for seed in range(4)]
+    options: dict[str, object] = {"max_tokens": 60, "ignore_eos": True}
+    with running_engine(tiny_model, kv_cache_blocks=64) as driver:
+        alone = [driver.generate(prompt, cache="bypass", **options).tokens for prompt in prompts]
+    with running_engine(tiny_model, kv_cache_blocks=18) as driver:
+        together = [driver.submit(prompt, **options) for prompt in prompts]
+        assert [generation.wait().tokens for generation in together] == alone
+        stats = driver.idle_stats()
+    assert stats.preemptions > 0
+    assert stats.prompt_tokens_computed == sum(map(len, prompts)) + 1
+    for generation in together:
+        assert generation.started.uncached == 60, "a preemption is no customer hit"
+
+
+def test_seeded_text_repeats_and_does_not_depend_on_company(tiny_model: LoadedModel) -> None:
+    options: dict[str, object] = {"max_tokens": 20, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    with running_engine(tiny_model, kv_cache_blocks=256) as driver:
+        alone = driver.generate(prompt_of(33), cache="bypass", **options)
+        others = [driver.submit(prompt_of(33, seed), max_tokens=30) for seed in range(1, 5)]
+        beside = driver.generate(prompt_of(33), **options)
+        for other in others:
+            other.wait()
+        unseeded = {
+            tuple(driver.generate(prompt_of(33), max_tokens=20, temperature=2.0).tokens) for _ in range(5)
+        }
+    assert beside.tokens == alone.tokens
+    assert len(unseeded) > 1
+
+
+def test_two_scopes_share_nothing_and_one_scope_does(driver: EngineDriver) -> None:
+    prompt = prompt_of(80)
+    driver.generate(prompt, scope="aa")
+    assert driver.generate(prompt, scope="bb").started.cached.total == 0
+    assert driver.generate(prompt, scope="aa").started.cached.total == 79
+
+
+def test_a_bypass_neither_reads_nor_leaves_anything(driver: EngineDriver) -> None:
+    prompt = prompt_of(80)
+    driver.generate(prompt, cache="bypass")
+    assert driver.generate(prompt).started.cached.total == 0
+    assert driver.generate(prompt, cache="bypass").started.cached.total == 0
+
+
+def test_a_stop_string_ends_the_text_before_it(driver: EngineDriver) -> None:
+    plain = driver.generate(prompt_of(20), max_tokens=40, ignore_eos=True)
+    stop = plain.text[10:13]
+    stopped = driver.generate(prompt_of(20), max_tokens=40, ignore_eos=True, stop=(stop,))
+    assert stopped.text == plain.text[: plain.text.index(stop)]
+    assert isinstance(stopped.end, Finished)
+    assert stopped.end.reason == "stop"
+
+
+def test_the_end_of_text_token_stops(tiny_model: LoadedModel) -> None:
+    class EndsAtOnce(torch.nn.Module):
+        """The same network, with one token's logit raised."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.config = inner.config
+
+        def forward(self, cache: object, **inputs: object) -> object:
+            output = self.inner(cache=cache, **inputs)
+            output.logits[..., 256] += 1e6
+            return output
+
+    with running_engine(replace(tiny_model, network=EndsAtOnce(tiny_model.network))) as driver:
+        ended = driver.generate(prompt_of(10), max_tokens=9)
+        ignoring = driver.generate(prompt_of(10), max_tokens=9, ignore_eos=True)
+    assert (ended.tokens, ended.end) == ([256], Finished(reason="stop", text="", output_tokens=1))
+    assert ignoring.end == Finished(reason="length", text="", output_tokens=9)
+
+
+def test_what_can_never_be_served_is_refused_at_once(driver: EngineDriver) -> None:
+    with pytest.raises(RequestRefused, match="context window of 1024") as refused:
+        driver.submit(prompt_of(1020), max_tokens=5)
+    assert refused.value.refusal.code == "context_length_exceeded"
+    with pytest.raises(RequestRefused, match="outside the vocabulary"):
+        driver.submit([257])
+
+
+def test_a_full_queue_refuses(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, max_open=1) as driver:
+        first = driver.submit(prompt_of(10), max_tokens=200, ignore_eos=True)
+        with pytest.raises(RequestRefused) as refused:
+            driver.submit(prompt_of(10))
+        assert refused.value.refusal.code == "queue_full"
+        first.wait()
+        driver.generate(prompt_of(10))
+
+
+def test_stopping_tells_everybody(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, max_running=1) as driver:
+        running = driver.submit(prompt_of(10), max_tokens=900, ignore_eos=True)
+        waiting = driver.submit(prompt_of(10), max_tokens=900)
+        running.wait_for(Token)
+        driver.stop()
+        assert [type(one.wait().end) for one in (running, waiting)] == [Failed, Failed]
+        with pytest.raises(RequestRefused):
+            driver.submit(prompt_of(10))
+
+
+def test_an_engine_with_a_broken_invariant_dies_and_nobody_waits_for_ever(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = threading.Event()
+    worker = build_worker(tiny_model, WorkerSettings(kv_cache_blocks=64))
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the traceback is expected
+
+    def broken(*_: object) -> None:
+        raise AssertionError("planted defect")
+
+    monkeypatch.setattr(worker.engine._scheduler, "commit", broken)
+    worker.engine.start(on_death=dead.set)
+    driver = EngineDriver(worker.engine)
+    assert driver.generate(prompt_of(10)).end == Failed(code="engine_failed", message="the engine stopped")
+    assert dead.wait(DEADLINE_SECONDS)
+    with pytest.raises(RequestRefused):
+        driver.submit(prompt_of(10))
+    worker.engine.stop()
+
+
+def test_a_failing_forward_pass_ends_its_requests_and_no_others(tiny_model: LoadedModel) -> None:
+    class FailsOnZero(torch.nn.Module):
+        """The same network; token 255 in a step is a fault."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.config = inner.config
+
+        def forward(self, input_ids: torch.Tensor, cache: object, **inputs: object) -> object:
+            if (input_ids == 255).any():
+                raise RuntimeError("planted fault")
+            return self.inner(input_ids=input_ids, cache=cache, **inputs)
+
+    sound = [token % 255 for token in prompt_of(40)]
+    with running_engine(replace(tiny_model, network=FailsOnZero(tiny_model.network))) as driver:
+        before = driver.generate(sound)
+        failed = driver.generate([*sound, 255])
+        assert failed.end == Failed(code="engine_failed", message="the forward pass failed: planted fault")
+        assert driver.generate(sound).tokens == before.tokens
+        assert driver.idle_stats().blocks_held == 0
