@@ -6,6 +6,7 @@ what the tables mean.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -17,7 +18,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from billing.errors import SchemaUnknown, UnsupportedDatabase
 
@@ -27,6 +28,14 @@ CONNECT_TIMEOUT_SECONDS = 5
 
 _MIGRATION_LOCK = 0x4EAD57A7
 """Any constant: the advisory lock that lets one process migrate at a time."""
+
+_SQLITE_SETTINGS = (
+    f"busy_timeout = {BUSY_TIMEOUT_MS}",
+    "journal_mode = WAL",
+    "synchronous = FULL",  # a commit that was acknowledged survives a power cut
+    "foreign_keys = ON",
+    "recursive_triggers = ON",  # or else INSERT OR REPLACE deletes rows past the triggers that forbid it
+)
 
 _POSTGRES_DRIVERS = {"postgres", "postgresql", "postgresql+psycopg"}
 _SQLITE_DRIVERS = {"sqlite", "sqlite+pysqlite"}
@@ -153,14 +162,14 @@ def _prepare_sqlite(dbapi_connection: DBAPIConnection, _record: object) -> None:
     # Without this the driver begins transactions by its own rules, and DDL escapes them.
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    # FULL: a commit that was acknowledged survives a power cut.
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    # Or else INSERT OR REPLACE deletes rows without firing the triggers that forbid it.
-    cursor.execute("PRAGMA recursive_triggers = ON")
-    cursor.close()
+    try:
+        for setting in _SQLITE_SETTINGS:
+            cursor.execute(f"PRAGMA {setting}")
+    except sqlite3.Error as error:
+        # Raised in this place, the driver's own error would not be recognised as the database's.
+        raise OperationalError("PRAGMA", None, error) from error
+    finally:
+        cursor.close()
 
 
 def _begin_sqlite(connection: Connection) -> None:

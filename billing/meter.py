@@ -3,30 +3,75 @@
 Knows admissions, usage events, the journal and the database. Does not know
 HTTP, asyncio or workers.
 
-States of a request: `admitted → settled`. One thread, the writer, makes every
-change: admissions are group-committed, settled events are posted in order.
+States of a request: `admitted → settled`. Any thread admits, observes and
+settles; one thread, the writer, makes every change to the database. Admissions
+are group-committed: all that wait when the writer comes round share one
+transaction. Settled events are posted in order, in batches.
+
+While the database is away, settled events wait in memory and in the journal, and
+admissions are refused at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Final, Literal
 
-from billing import instants
+import msgspec
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+
+from billing import instants, ledger
+from billing.backoff import Backoff, nanoseconds
 from billing.db import Database
+from billing.errors import (
+    AmountTooLarge,
+    BillingError,
+    InvalidUsage,
+    MeterClosed,
+    MeterOverloaded,
+    MeterRefusal,
+    MeterUnavailable,
+    UnpricedModel,
+)
+from billing.ids import ProcessId, RequestId, new_id
 from billing.instants import Clock, Microseconds
-from billing.usage import Admission, UsageEvent
+from billing.journal import Journal, Record
+from billing.ledger import Owner, Posting
+from billing.usage import ABANDONED, Admission, TokenCounts, UsageEvent, UsageKind
+
+_logger = logging.getLogger(__name__)
+
+_State = Literal["new", "running", "closing", "closed"]
+
+_DATABASE_AWAY: Final = "the database is away"
+
+_NEVER_POSTABLE: Final = (IntegrityError, DataError, UnpricedModel, AmountTooLarge)
+"""What is the event's own fault: trying again cannot help."""
+
+SWEEP_TIMEOUT_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeterLimits:
-    """A limit on everything that could grow."""
+    """A limit on everything that could grow.
+
+    `waiting_admissions` wait for their commit. `open_requests` are admitted and
+    not yet posted: in flight, or waiting for the database. `lease` is longer than
+    any request may last; after it a request is settled as abandoned.
+    """
 
     waiting_admissions: int = 4096
-    pending_events: int = 65_536
+    open_requests: int = 65_536
     batch_size: int = 512
     lease: timedelta = timedelta(hours=1)
     first_retry: timedelta = timedelta(milliseconds=100)
@@ -36,7 +81,10 @@ class MeterLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeterStats:
-    """Counters since start, and `pending` and `in_flight` now. For metrics."""
+    """Counters since start, and what is `in_flight` and `pending` (settled, not yet posted) now. For metrics.
+
+    `conflicts`, `rejected` and `torn_records` call for a person.
+    """
 
     admitted: int
     refused: int
@@ -53,7 +101,37 @@ class MeterStats:
     in_flight: int
 
     def as_mapping(self) -> Mapping[str, int]:
-        raise NotImplementedError
+        return dataclasses.asdict(self)
+
+
+_COUNTERS: Final = tuple(
+    field.name for field in dataclasses.fields(MeterStats) if field.name not in {"pending", "in_flight"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """An admission before its commit."""
+
+    admission: Admission
+    outcome: Future[None]
+
+
+_Sweep = tuple[Microseconds, Future[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What the writer does in one round."""
+
+    admissions: Sequence[_Waiting] = ()
+    events: Sequence[UsageEvent] = ()
+    sweeps: Sequence[_Sweep] = ()
+    is_journal_due: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.admissions or self.events or self.sweeps or self.is_journal_due)
 
 
 class Meter:
@@ -67,51 +145,468 @@ class Meter:
         clock: Clock = instants.now,
         limits: MeterLimits | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._db = db
+        self._journal_dir = journal_dir
+        self._clock = clock
+        self._limits = limits or MeterLimits()
+        self._database_tries = self._backoff()
+        self._journal_tries = self._backoff()
+        self._thread = threading.Thread(target=self._run, name="billing-writer", daemon=True)
+        # Guards everything below; the writer holds it only to take work and to tell of its end.
+        self._changed = threading.Condition()
+        self._state: _State = "new"
+        self._close_deadline_ns = 0
+        self._next_sweep_ns = time.monotonic_ns()
+        self._waiting: deque[_Waiting] = deque()
+        self._in_flight: set[RequestId] = set()
+        self._evidence: dict[RequestId, UsageEvent] = {}
+        self._pending: deque[UsageEvent] = deque()
+        self._pending_ids: set[RequestId] = set()
+        self._unjournaled: deque[UsageEvent] = deque()
+        self._sweeps: deque[_Sweep] = deque()
+        self._num_queued = 0
+        self._num_done = 0
+        self._counts: Counter[str] = Counter()
 
     def start(self) -> None:
         """Takes the journal, queues what it holds, starts the writer, sweeps former processes.
 
         Raises JournalInUse or JournalCorrupted. Needs a migrated database with prices, but waits for neither.
         """
-        raise NotImplementedError
+        self._journal = Journal(self._journal_dir)
+        try:
+            recovered = self._journal.recover()
+        except BillingError:
+            self._journal.close()
+            raise
+        self._owner = Owner(journal_id=self._journal.id, process_id=ProcessId(new_id()))
+        if recovered.torn_records:
+            _logger.warning("journal: dropped %d torn records of a crash", recovered.torn_records)
+        with self._changed:
+            self._counts["torn_records"] += recovered.torn_records
+            self._evidence.update(recovered.evidence)
+            for event in recovered.settled:
+                self._enqueue(event)
+            self._state = "running"
+        self._thread.start()
 
     def close(self, *, timeout_seconds: int = 10) -> None:
         """Posts what is settled, stops the writer, releases the journal. Idempotent.
 
         What cannot be posted in time stays in the journal, and is posted after the next start.
         """
-        raise NotImplementedError
+        with self._changed:
+            if self._state == "new":
+                self._state = "closed"
+            if self._state == "running":
+                self._state = "closing"
+                self._close_deadline_ns = time.monotonic_ns() + nanoseconds(
+                    timedelta(seconds=timeout_seconds)
+                )
+                self._changed.notify_all()
+        if self._thread.is_alive():
+            # Not for ever: a statement of the writer is bounded by the database's own timeouts.
+            self._thread.join()
 
     def admit(self, admission: Admission) -> Future[None]:
         """Done once the request's row is committed. Never blocks.
 
-        The future raises MeterOverloaded, MeterUnavailable or MeterClosed (no work may start: 503),
-        UnpricedModel, or DuplicateRequest.
+        The future raises a MeterRefusal (no work may start now: 503), UnpricedModel,
+        DuplicateRequest or InvalidUsage. Whoever gives up waiting for it settles the
+        request all the same, with no tokens: settling needs no admission.
         """
-        raise NotImplementedError
+        waiting = _Waiting(admission=admission, outcome=Future())
+        with self._changed:
+            refusal = self._refusal()
+            if refusal is None:
+                self._waiting.append(waiting)
+                self._in_flight.add(admission.request_id)
+                self._changed.notify_all()
+            else:
+                self._counts["refused"] += 1
+                waiting.outcome.set_exception(refusal)
+        return waiting.outcome
 
     def observe(self, event: UsageEvent) -> None:
-        """Keeps the counts known so far as evidence, should this process die. One append."""
-        raise NotImplementedError
+        """Keeps the counts known so far as evidence, should this process die before `settle`. One append.
+
+        Raises MeterClosed alone.
+        """
+        with self._changed:
+            self._require_running()
+            self._evidence[event.request_id] = event
+            try:
+                self._journal.append(Record(purpose="evidence", event=event))
+            except OSError:
+                self._counts["journal_failures"] += 1
+                _logger.exception("journal: evidence for request %s is in memory alone", event.request_id)
 
     def settle(self, event: UsageEvent) -> None:
         """The request has ended. One local append, no database, no waiting: fit for a `finally`.
 
         Raises MeterClosed alone. A second, different event for a request is an alert (`stats().conflicts`).
         """
-        raise NotImplementedError
+        with self._changed:
+            self._require_running()
+            self._settle(event)
 
     def flush(self, *, timeout_seconds: int = 10) -> None:
-        """Waits until all that is settled by now is posted. Raises MeterUnavailable."""
-        raise NotImplementedError
+        """Waits until all that is settled by now is posted. Raises MeterUnavailable if that takes longer."""
+        with self._changed:
+            goal = self._num_queued
+            self._changed.wait_for(
+                lambda: self._num_done >= goal or self._state == "closed", timeout=timeout_seconds
+            )
+            if self._num_done < goal:
+                raise MeterUnavailable(f"{goal - self._num_done} events are not posted yet")
 
     def sweep(self, now: Microseconds) -> int:
         """Settles requests that nobody will: those of former processes, and those whose lease ran out.
 
         Kind aborted, counts from the last evidence, 0 without any. Returns how many.
+        Raises MeterUnavailable when the database is away, MeterClosed. The writer
+        does the same by itself at the start and every `sweep_interval`.
         """
-        raise NotImplementedError
+        outcome: Future[int] = Future()
+        with self._changed:
+            self._require_running()
+            self._sweeps.append((now, outcome))
+            self._changed.notify_all()
+        try:
+            return outcome.result(timeout=SWEEP_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise MeterUnavailable("the sweep takes too long") from error
 
     def stats(self) -> MeterStats:
-        raise NotImplementedError
+        with self._changed:
+            return MeterStats(
+                **{name: self._counts[name] for name in _COUNTERS},
+                pending=len(self._pending),
+                in_flight=len(self._in_flight),
+            )
+
+    # From here to `_until_next_try`: called with the lock held.
+
+    def _require_running(self) -> None:
+        if self._state != "running":
+            raise MeterClosed(f"the meter is {self._state}")
+
+    def _refusal(self) -> MeterRefusal | None:
+        if self._state != "running":
+            return MeterClosed(f"the meter is {self._state}")
+        if len(self._waiting) >= self._limits.waiting_admissions:
+            return MeterOverloaded("too many admissions are waiting")
+        if len(self._in_flight) + len(self._pending) >= self._limits.open_requests:
+            return MeterOverloaded("too many requests are open")
+        if not self._database_tries.is_open:
+            return MeterUnavailable(_DATABASE_AWAY)
+        if self._unjournaled:
+            return MeterUnavailable("the journal cannot be written")
+        return None
+
+    def _settle(self, event: UsageEvent) -> None:
+        try:
+            self._journal.append(Record(purpose="settled", event=event))
+        except OSError:
+            self._counts["journal_failures"] += 1
+            self._unjournaled.append(event)
+            _logger.exception("journal: the event of request %s is in memory alone", event.request_id)
+        self._counts["settled"] += 1
+        self._in_flight.discard(event.request_id)
+        self._evidence.pop(event.request_id, None)
+        self._enqueue(event)
+
+    def _enqueue(self, event: UsageEvent) -> None:
+        self._pending.append(event)
+        self._pending_ids.add(event.request_id)
+        self._num_queued += 1
+        self._changed.notify_all()
+
+    def _take_work(self) -> _Work | None:
+        """Waits for something to do; None when it is time to stop."""
+        while True:
+            if self._state == "closing" and self._is_drained():
+                return None
+            work = self._ready_work()
+            if not work.is_empty:
+                return work
+            self._changed.wait(self._until_next_try().total_seconds())
+
+    def _ready_work(self) -> _Work:
+        is_journal_due = bool(self._unjournaled) and self._journal_tries.is_open
+        if not self._database_tries.is_open:
+            return _Work(is_journal_due=is_journal_due)
+        size = self._limits.batch_size
+        if self._state == "running" and time.monotonic_ns() >= self._next_sweep_ns:
+            self._next_sweep_ns = time.monotonic_ns() + nanoseconds(self._limits.sweep_interval)
+            self._sweeps.append((self._clock(), Future()))
+        sweeps = list(self._sweeps)
+        self._sweeps.clear()
+        return _Work(
+            admissions=[self._waiting.popleft() for _ in range(min(size, len(self._waiting)))],
+            events=list(itertools.islice(self._pending, size)),
+            sweeps=sweeps,
+            is_journal_due=is_journal_due,
+        )
+
+    def _is_drained(self) -> bool:
+        is_late = time.monotonic_ns() >= self._close_deadline_ns
+        return is_late or not (self._pending or self._waiting or self._sweeps)
+
+    def _until_next_try(self) -> timedelta:
+        tries = [self._database_tries.wait] if not self._database_tries.is_open else []
+        if self._unjournaled:
+            tries.append(self._journal_tries.wait)
+        if self._state == "closing":
+            tries.append(_until(self._close_deadline_ns))
+        return min(tries, default=_until(self._next_sweep_ns))
+
+    # From here on: called by the writer, without the lock.
+
+    def _run(self) -> None:
+        work: _Work | None = _Work()
+        try:
+            while work is not None:
+                self._retry_journal(is_due=work.is_journal_due)
+                self._admit(work.admissions)
+                self._sync_journal(work.events)
+                self._post(work.events)
+                self._sweep_all(work.sweeps)
+                with self._changed:
+                    work = self._take_work()
+        finally:
+            # Also when this thread dies of a fault of its own: nobody waits for it for ever.
+            self._stop(work or _Work())
+
+    def _stop(self, unfinished: _Work) -> None:
+        with self._changed:
+            self._state = "closed"
+            admissions = [*unfinished.admissions, *self._waiting]
+            sweeps = [*unfinished.sweeps, *self._sweeps]
+            self._waiting.clear()
+            self._sweeps.clear()
+            self._changed.notify_all()
+        for waiting in admissions:
+            _fail(waiting.outcome, MeterClosed("the meter was closed"))
+        for _, outcome in sweeps:
+            _fail(outcome, MeterClosed("the meter was closed"))
+        try:
+            self._journal.close()
+        except OSError:
+            _logger.exception("journal: the last sync failed")
+
+    def _admit(self, batch: Sequence[_Waiting]) -> None:
+        live = [waiting for waiting in batch if waiting.outcome.set_running_or_notify_cancel()]
+        self._forget(waiting for waiting in batch if waiting.outcome.cancelled())
+        if live:
+            self._commit_admissions(live)
+
+    def _commit_admissions(self, live: Sequence[_Waiting]) -> None:
+        if not self._database_tries.is_open:
+            self._conclude(live, [MeterUnavailable(_DATABASE_AWAY) for _ in live])
+            return
+        admissions = [waiting.admission for waiting in live]
+        refusals: Sequence[BillingError | None]
+        try:
+            with self._db.write() as connection:
+                refusals = ledger.admit_priced(
+                    connection, admissions, owner=self._owner, lease=self._limits.lease
+                )
+        except (IntegrityError, DataError) as error:
+            if len(live) > 1:  # one of them spoils the batch, so each gets its own transaction
+                for waiting in live:
+                    self._commit_admissions([waiting])
+                return
+            refusals = [InvalidUsage(f"the database refuses the admission: {error.orig}")]
+        except SQLAlchemyError as error:
+            self._database_failed(error)
+            refusals = [MeterUnavailable(_DATABASE_AWAY) for _ in live]
+        else:
+            self._database_answered()
+        self._conclude(live, refusals)
+
+    def _conclude(self, live: Sequence[_Waiting], refusals: Sequence[BillingError | None]) -> None:
+        with self._changed:
+            num_refused = sum(refusal is not None for refusal in refusals)
+            self._counts["refused"] += num_refused
+            self._counts["admitted"] += len(live) - num_refused
+        self._forget(waiting for waiting, refusal in zip(live, refusals, strict=True) if refusal is not None)
+        for waiting, refusal in zip(live, refusals, strict=True):
+            if refusal is None:
+                waiting.outcome.set_result(None)
+            else:
+                waiting.outcome.set_exception(refusal)
+
+    def _forget(self, refused: Iterable[_Waiting]) -> None:
+        with self._changed:
+            self._in_flight.difference_update(waiting.admission.request_id for waiting in refused)
+
+    def _post(self, events: Sequence[UsageEvent]) -> bool:
+        """Posts, or rejects, a run of events from the head of the queue. False when the database is away."""
+        if not events:
+            return True
+        if not self._database_tries.is_open:
+            return False
+        try:
+            with self._db.write() as connection:
+                posting = ledger.post_all(
+                    connection, events, owner=self._owner, lease=self._limits.lease, now=self._clock()
+                )
+        except _NEVER_POSTABLE as error:
+            if len(events) > 1:  # one of them spoils the batch, so each gets its own transaction
+                return all(self._post([event]) for event in events)
+            self._reject(events[0], error)
+            return True
+        except SQLAlchemyError as error:
+            self._database_failed(error)
+            return False
+        self._database_answered()
+        self._tell_of(posting)
+        self._finish(events)
+        return True
+
+    def _tell_of(self, posting: Posting) -> None:
+        with self._changed:
+            self._counts["posted"] += len(posting.posted)
+            self._counts["duplicates"] += len(posting.duplicates)
+            self._counts["conflicts"] += len(posting.conflicts)
+        for event in posting.conflicts:
+            _logger.error(
+                "ledger: request %s was posted before with another payload; the first stands. Refused: %s",
+                event.request_id,
+                msgspec.json.encode(event).decode(),
+            )
+
+    def _reject(self, event: UsageEvent, reason: Exception) -> None:
+        _logger.critical(
+            "ledger: the event of request %s can never be posted (%s): %s",
+            event.request_id,
+            reason,
+            msgspec.json.encode(event).decode(),
+        )
+        with self._changed:
+            self._counts["rejected"] += 1
+        try:
+            self._journal.reject(event)
+        except OSError as error:
+            self._journal_failed(error)
+        self._finish([event])
+
+    def _finish(self, events: Sequence[UsageEvent]) -> None:
+        """These events leave the queue, of which they are the head."""
+        ids = [event.request_id for event in events]
+        with self._changed:
+            for _ in events:
+                self._pending.popleft()
+            self._pending_ids.difference_update(ids)
+            self._num_done += len(events)
+            self._changed.notify_all()
+        self._journal.finish(ids)
+
+    def _sweep_all(self, sweeps: Sequence[_Sweep]) -> None:
+        for now, outcome in sweeps:
+            if not self._database_tries.is_open:
+                _fail(outcome, MeterUnavailable(_DATABASE_AWAY))
+                continue
+            try:
+                num_swept = self._sweep(now)
+            except SQLAlchemyError as error:
+                self._database_failed(error)
+                _fail(outcome, MeterUnavailable(_DATABASE_AWAY))
+            else:
+                outcome.set_result(num_swept)
+
+    def _sweep(self, now: Microseconds) -> int:
+        limit = self._limits.open_requests
+        with self._db.read() as connection:
+            abandoned = ledger.abandoned_requests(connection, owner=self._owner, now=now, limit=limit)
+        num_swept = 0
+        with self._changed:
+            for admission in abandoned:
+                # What was settled since is on its way. Only the writer empties the queue, so none is missed.
+                if admission.request_id not in self._pending_ids:
+                    self._settle(self._last_evidence(admission))
+                    num_swept += 1
+            self._counts["swept"] += num_swept
+            # Evidence of requests that are over: their rows are settled, or were never committed.
+            stale = self._evidence.keys() - self._in_flight if len(abandoned) < limit else set()
+            for request_id in stale:
+                del self._evidence[request_id]
+        self._journal.finish(stale)
+        if num_swept:
+            _logger.warning("meter: settled %d abandoned requests", num_swept)
+        return num_swept
+
+    def _last_evidence(self, admission: Admission) -> UsageEvent:
+        known = self._evidence.get(admission.request_id)
+        if known is not None:
+            return known.abandoned()
+        # Every field follows from the row, so that two sweepers say the same.
+        return UsageEvent(
+            admission=admission,
+            kind=UsageKind.ABORTED,
+            counts=TokenCounts(),
+            finished_at=admission.admitted_at,
+            finish_reason=ABANDONED,
+        )
+
+    def _sync_journal(self, events: Sequence[UsageEvent]) -> None:
+        if not events:
+            return
+        try:
+            self._journal.sync()
+        except OSError as error:
+            # The records are written, and the database is about to have the events.
+            self._journal_failed(error)
+
+    def _retry_journal(self, *, is_due: bool) -> None:
+        """Writes what could not be journaled; a success also shows that the journal works again."""
+        with self._changed:
+            while is_due and self._unjournaled:
+                event = self._unjournaled[0]
+                try:
+                    self._journal.append(Record(purpose="settled", event=event))
+                except OSError as error:
+                    self._journal_failed(error)
+                    return
+                self._unjournaled.popleft()
+                self._journal_tries.succeed()
+                if event.request_id not in self._pending_ids:
+                    self._journal.finish([event.request_id])
+
+    def _journal_failed(self, error: OSError) -> None:
+        with self._changed:
+            self._counts["journal_failures"] += 1
+            self._journal_tries.fail()
+        _logger.error("journal: %s", error)
+
+    def _database_failed(self, error: SQLAlchemyError) -> None:
+        _logger.error("database: %s", error)
+        with self._changed:
+            self._counts["database_failures"] += 1
+            self._database_tries.fail()
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        live = [one for one in waiting if one.outcome.set_running_or_notify_cancel()]
+        self._forget(one for one in waiting if one.outcome.cancelled())
+        self._conclude(live, [MeterUnavailable(_DATABASE_AWAY) for _ in live])
+
+    def _database_answered(self) -> None:
+        with self._changed:
+            self._database_tries.succeed()
+
+    def _backoff(self) -> Backoff:
+        return Backoff(
+            first=self._limits.first_retry, last=self._limits.last_retry, monotonic_ns=time.monotonic_ns
+        )
+
+
+def _until(deadline_ns: int) -> timedelta:
+    return timedelta(microseconds=max(0, deadline_ns - time.monotonic_ns()) // 1_000 + 1)
+
+
+def _fail(outcome: Future[Any], error: BillingError) -> None:
+    """Unless it is already decided, by an answer or by whoever gave up waiting."""
+    if outcome.done() or not (outcome.running() or outcome.set_running_or_notify_cancel()):
+        return
+    outcome.set_exception(error)

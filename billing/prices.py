@@ -1,30 +1,33 @@
 """The price book: immutable versions of unit prices.
 
 Knows models, token classes and picodollars per token. Does not know usage.
+
+A version is in force from its instant until the next version of its model and
+class begins. So versions cannot overlap, and none is ever changed. A version
+may only begin after every earlier one, and not in the past: what was in force
+at an instant stays so for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from sqlalchemy import Connection, Row, func, insert, select, text
+
+from billing import schema
 from billing.db import Database
-from billing.ids import PriceVersionId
-from billing.instants import Microseconds
+from billing.errors import BackdatedPrice, UnpricedModel
+from billing.ids import PriceVersionId, new_id
+from billing.instants import Clock, Microseconds
+from billing.price_sheet import ANY_MODEL, PriceSheet
 from billing.usage import TokenClass
 
-ANY_MODEL = "*"
-"""The entry of a book that prices every model it does not name."""
+BEGINNING_OF_TIME = Microseconds(0)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriceSheet:
-    """One checked book: picodollars per token, for every class of every model it names."""
-
-    name: str
-    currency: str
-    units: Mapping[str, Mapping[TokenClass, int]]
+_PRICES_LOCK = 0x4EAD57A8
+"""Any constant: the advisory lock that keeps publishing and pricing apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,46 +43,161 @@ class PriceVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPrice:
-    """The versions in force for one model at one instant, a version for every class."""
+    """The versions in force for one model at one instant, one for every class."""
 
     model: str
     versions: Mapping[TokenClass, PriceVersion]
 
-
-def parse_price_sheet(text: str) -> PriceSheet:
-    """Raises InvalidPriceBook, naming the entry that breaks a rule."""
-    raise NotImplementedError
-
-
-def load_price_sheet(path: Path) -> PriceSheet:
-    """Raises InvalidPriceBook, also when the file cannot be read."""
-    raise NotImplementedError
+    def version(self, token_class: TokenClass) -> PriceVersion:
+        """Raises UnpricedModel when the class has no price: it is never free by accident."""
+        found = self.versions.get(token_class)
+        if found is None:
+            raise UnpricedModel(f"{self.model}: no price for {token_class} tokens")
+        return found
 
 
-def default_price_sheet() -> PriceSheet:
-    """The book that comes with the package (`billing/default_prices.yaml`)."""
-    raise NotImplementedError
+def publish(
+    db: Database, sheet: PriceSheet, *, clock: Clock, effective_from: Microseconds | None = None
+) -> int:
+    """Adds versions for the units that changed, from an instant on (None: at once); returns how many.
 
-
-def publish(db: Database, sheet: PriceSheet, *, effective_from: Microseconds, now: Microseconds) -> int:
-    """Adds versions for the models whose units changed; returns how many versions were added.
-
-    Raises BackdatedPrice when `effective_from` is before `now` or not after the last version.
-    The first book of an empty database is in force from the beginning of time.
+    Raises BackdatedPrice when `effective_from` is in the past or not after the last version.
+    A model that the sheet leaves out keeps its price.
     """
-    raise NotImplementedError
+    with db.write() as connection:
+        _lock_prices(connection, shared=False)
+        # Read under the lock: no event priced by the old version can be admitted after this instant.
+        now = clock()
+        start = now if effective_from is None else effective_from
+        if start < now:
+            raise BackdatedPrice("a price cannot begin in the past")
+        return _insert_changed(connection, sheet, effective_from=start, now=now)
 
 
-def ensure_published(db: Database, sheet: PriceSheet, *, now: Microseconds) -> int:
-    """Publishes the sheet if the database has no price at all (first start); returns versions added."""
-    raise NotImplementedError
+def ensure_published(db: Database, sheet: PriceSheet, *, clock: Clock) -> int:
+    """Publishes the sheet if there is no price at all (first start); returns the versions added.
+
+    The first prices are in force from the beginning of time: nothing was priced before them.
+    """
+    with db.write() as connection:
+        _lock_prices(connection, shared=False)
+        if connection.execute(select(func.count()).select_from(schema.price_versions)).scalar_one():
+            return 0
+        return _insert_changed(connection, sheet, effective_from=BEGINNING_OF_TIME, now=clock())
 
 
 def price_in_force(db: Database, *, model: str, at: Microseconds) -> ModelPrice:
     """The model's own entry, or the book's `*`. Raises UnpricedModel."""
-    raise NotImplementedError
+    with db.read() as connection:
+        return BookHistory.load(connection, [model]).price(model, at)
 
 
 def price_history(db: Database) -> list[PriceVersion]:
     """Every version ever published, by model, class and instant."""
-    raise NotImplementedError
+    versions = schema.price_versions.c
+    with db.read() as connection:
+        rows = connection.execute(
+            select(schema.price_versions).order_by(
+                versions.model, versions.token_class, versions.effective_from_us
+            )
+        ).all()
+    return [_version(row) for row in rows]
+
+
+class BookHistory:
+    """The versions of some models as one transaction sees them, to price many requests at once."""
+
+    def __init__(self, versions: Mapping[tuple[str, TokenClass], list[PriceVersion]]) -> None:
+        self._versions = versions  # each list from the latest to the earliest
+
+    @classmethod
+    def load(cls, connection: Connection, models: Iterable[str]) -> BookHistory:
+        """No new version can begin to apply to these models until the transaction ends."""
+        _lock_prices(connection, shared=True)
+        columns = schema.price_versions.c
+        latest_first = (
+            select(schema.price_versions)
+            .where(columns.model.in_({*models, ANY_MODEL}))
+            .order_by(columns.effective_from_us.desc())
+        )
+        versions: dict[tuple[str, TokenClass], list[PriceVersion]] = {}
+        for row in connection.execute(latest_first):
+            version = _version(row)
+            versions.setdefault((version.model, version.token_class), []).append(version)
+        return cls(versions)
+
+    def price(self, model: str, at: Microseconds) -> ModelPrice:
+        """The model's own entry in force at the instant, or that of `*`. Raises UnpricedModel."""
+        for name in (model, ANY_MODEL):
+            found = self._in_force(name, at)
+            if found:
+                return ModelPrice(model=model, versions=found)
+        raise UnpricedModel(f"no price in force for model {model!r}")
+
+    def _in_force(self, name: str, at: Microseconds) -> dict[TokenClass, PriceVersion]:
+        found: dict[TokenClass, PriceVersion] = {}
+        for token_class in TokenClass:
+            for version in self._versions.get((name, token_class), ()):
+                if version.effective_from <= at:
+                    found[token_class] = version
+                    break
+        return found
+
+
+def _insert_changed(
+    connection: Connection, sheet: PriceSheet, *, effective_from: Microseconds, now: Microseconds
+) -> int:
+    latest = _latest(connection)
+    changed = []
+    for model, units in sheet.units.items():
+        for token_class, unit in units.items():
+            known = latest.get((model, token_class))
+            if known is not None and known.effective_from > effective_from:
+                raise BackdatedPrice(f"{model} {token_class}: a version that begins later is published")
+            if known is None or known.unit_pusd != unit:
+                changed.append((model, token_class, unit))
+    if changed:
+        common = {
+            "book": sheet.name,
+            "currency": sheet.currency,
+            "effective_from_us": effective_from,
+            "created_at_us": now,
+        }
+        connection.execute(
+            insert(schema.price_versions),
+            [
+                {
+                    "id": new_id(),
+                    "model": model,
+                    "token_class": token_class.value,
+                    "unit_pusd": unit,
+                    **common,
+                }
+                for model, token_class, unit in changed
+            ],
+        )
+    return len(changed)
+
+
+def _latest(connection: Connection) -> dict[tuple[str, TokenClass], PriceVersion]:
+    rows = connection.execute(
+        select(schema.price_versions).order_by(schema.price_versions.c.effective_from_us)
+    )
+    return {(version.model, version.token_class): version for version in map(_version, rows)}
+
+
+def _lock_prices(connection: Connection, *, shared: bool) -> None:
+    if connection.dialect.name == "postgresql":
+        mode = "_shared" if shared else ""
+        connection.execute(text(f"SELECT pg_advisory_xact_lock{mode}(:key)"), {"key": _PRICES_LOCK})
+    # SQLite: BEGIN IMMEDIATE already holds the only write lock.
+
+
+def _version(row: Row[Any]) -> PriceVersion:
+    return PriceVersion(
+        id=PriceVersionId(row.id),
+        model=row.model,
+        token_class=TokenClass(row.token_class),
+        unit_pusd=row.unit_pusd,
+        effective_from=Microseconds(row.effective_from_us),
+    )

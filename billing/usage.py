@@ -19,6 +19,9 @@ MAX_TOKENS: Final = 10**12
 MAX_MODEL_CHARACTERS: Final = 256
 MAX_REASON_CHARACTERS: Final = 64
 
+ABANDONED: Final = "abandoned"
+"""The finish reason of a request whose process died or forgot it."""
+
 
 class TokenClass(StrEnum):
     """Every token of a request is in exactly one class; each class has its own price."""
@@ -122,6 +125,10 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @property
     def request_id(self) -> RequestId:
         return self.admission.request_id
+
+    def abandoned(self) -> UsageEvent:
+        """The same evidence as the end of a request that nobody else will end."""
+        return msgspec.structs.replace(self, kind=UsageKind.ABORTED, finish_reason=ABANDONED)
 
 
 def _require_count(name: str, quantity: int) -> None:

@@ -1,0 +1,287 @@
+"""The ledger: from counts to lines, and from events to rows.
+
+Knows how a request is rated and what one posting transaction writes. Does not
+know journals, threads or retries.
+
+Posting is idempotent by constraint: the database takes the first terminal event
+of a request and returns it; lines are written for returned events alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Table, insert, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from billing import instants, schema
+from billing.errors import AmountTooLarge, BillingError, DuplicateRequest, UnpricedModel
+from billing.ids import EventId, JournalId, PriceVersionId, ProcessId, RequestId, new_id
+from billing.instants import Microseconds
+from billing.money import MAX_STORED
+from billing.prices import BookHistory, ModelPrice
+from billing.usage import Admission, TokenClass, TokenCounts, UsageEvent
+
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    """`quantity` tokens of one class at one unit price. Exact: `amount_pusd` is their product."""
+
+    token_class: TokenClass
+    quantity: int
+    unit_pusd: int
+    unit_without_cache_pusd: int
+    price_version_id: PriceVersionId
+
+    @property
+    def amount_pusd(self) -> int:
+        return self.quantity * self.unit_pusd
+
+    @property
+    def amount_without_cache_pusd(self) -> int:
+        return self.quantity * self.unit_without_cache_pusd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose journal answers for a request: one journal directory, in one run of its process."""
+
+    journal_id: JournalId
+    process_id: ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting:
+    """What became of a batch of events.
+
+    `duplicates` had been posted before, equal in every byte. `conflicts` had
+    been posted before with another payload: the first stands, and somebody must look.
+    """
+
+    posted: Sequence[UsageEvent]
+    duplicates: Sequence[UsageEvent]
+    conflicts: Sequence[UsageEvent]
+
+
+def rate(counts: TokenCounts, price: ModelPrice) -> tuple[LedgerLine, ...]:
+    """A line for every class with tokens. Pure: the same counts and versions give the same lines.
+
+    Raises UnpricedModel when a class has tokens and no price, AmountTooLarge
+    when a line does not fit its column.
+    """
+    lines = []
+    for token_class, quantity in counts.by_class():
+        if quantity == 0:
+            continue
+        version = price.version(token_class)
+        line = LedgerLine(
+            token_class=token_class,
+            quantity=quantity,
+            unit_pusd=version.unit_pusd,
+            unit_without_cache_pusd=price.version(_class_without_cache(token_class)).unit_pusd,
+            price_version_id=version.id,
+        )
+        if max(line.amount_pusd, line.amount_without_cache_pusd) > MAX_STORED:
+            raise AmountTooLarge(f"{quantity} {token_class} tokens at {line.unit_pusd} picodollars")
+        lines.append(line)
+    return tuple(lines)
+
+
+def payload_digest(event: UsageEvent) -> bytes:
+    """SHA-256 of the event in one canonical form: two events are the same exactly if this is."""
+    return hashlib.sha256(_ENCODER.encode(event)).digest()
+
+
+def admit_all(
+    connection: Connection, admissions: Iterable[Admission], *, owner: Owner, lease: timedelta
+) -> set[RequestId]:
+    """Writes request rows; returns the ids that are new. A known id keeps its row."""
+    rows = [_request_row(admission, owner=owner, lease=lease) for admission in admissions]
+    statement = _insert_or_keep(connection, schema.requests).returning(schema.requests.c.id)
+    return {RequestId(request_id) for request_id in connection.execute(statement, rows).scalars()}
+
+
+def admit_priced(
+    connection: Connection, admissions: Sequence[Admission], *, owner: Owner, lease: timedelta
+) -> list[BillingError | None]:
+    """Writes the request rows of what has a price; returns, for each admission in order, why not.
+
+    The reasons are UnpricedModel and DuplicateRequest.
+    """
+    book = BookHistory.load(connection, {admission.model for admission in admissions})
+    refusals = [_price_refusal(book, admission) for admission in admissions]
+    priced = [one for one, refusal in zip(admissions, refusals, strict=True) if refusal is None]
+    new = admit_all(connection, priced, owner=owner, lease=lease) if priced else set()
+    for index, admission in enumerate(admissions):
+        if refusals[index] is None and admission.request_id not in new:
+            refusals[index] = DuplicateRequest(f"request {admission.request_id} was admitted before")
+        new.discard(admission.request_id)  # the same id twice in one batch: the first has it
+    return refusals
+
+
+def post_all(
+    connection: Connection, events: Sequence[UsageEvent], *, owner: Owner, lease: timedelta, now: Microseconds
+) -> Posting:
+    """Posts events in one transaction, the caller's.
+
+    Raises UnpricedModel, AmountTooLarge or an IntegrityError when an event can
+    never be posted; the transaction must then be rolled back.
+    """
+    # A request whose admission was lost with the database is told by its event.
+    admit_all(connection, [event.admission for event in events], owner=owner, lease=lease)
+    book = BookHistory.load(connection, {event.admission.model for event in events})
+    by_event_id = {EventId(new_id()): event for event in events}
+    returned = _insert_events(connection, by_event_id, now)
+    lines = [
+        _line_row(event_id, line)
+        for event_id, event in by_event_id.items()
+        if event_id in returned
+        for line in rate(event.counts, book.price(event.admission.model, event.admission.admitted_at))
+    ]
+    if lines:
+        connection.execute(insert(schema.ledger_lines), lines)
+    _settle_requests(connection, [event.request_id for event in events], now)
+    posted = [event for event_id, event in by_event_id.items() if event_id in returned]
+    repeated = [event for event_id, event in by_event_id.items() if event_id not in returned]
+    known = _known_digests(connection, [event.request_id for event in repeated])
+    same = [known.get(event.request_id) == payload_digest(event) for event in repeated]
+    return Posting(
+        posted=posted,
+        duplicates=[event for event, is_same in zip(repeated, same, strict=True) if is_same],
+        conflicts=[event for event, is_same in zip(repeated, same, strict=True) if not is_same],
+    )
+
+
+def abandoned_requests(
+    connection: Connection, *, owner: Owner, now: Microseconds, limit: int
+) -> list[Admission]:
+    """Admitted requests that their process will not settle: it is a former one, or the lease ran out."""
+    requests = schema.requests.c
+    former = (requests.journal_id == owner.journal_id) & (requests.process_id != owner.process_id)
+    rows = connection.execute(
+        select(schema.requests)
+        .where(requests.state == "admitted", former | (requests.lease_until_us <= now))
+        .order_by(requests.lease_until_us)
+        .limit(limit)
+    )
+    return [
+        Admission(
+            request_id=RequestId(row.id),
+            tenant_id=row.tenant_id,
+            api_key_id=row.api_key_id,
+            model=row.model,
+            admitted_at=row.admitted_at_us,
+        )
+        for row in rows
+    ]
+
+
+def _price_refusal(book: BookHistory, admission: Admission) -> BillingError | None:
+    try:
+        book.price(admission.model, admission.admitted_at)
+    except UnpricedModel as refusal:
+        return refusal
+    return None
+
+
+def _class_without_cache(token_class: TokenClass) -> TokenClass:
+    """What a token would have been without a cache: every prompt token would be plain input."""
+    return TokenClass.OUTPUT if token_class is TokenClass.OUTPUT else TokenClass.INPUT
+
+
+def _insert_or_keep(connection: Connection, table: Table) -> Any:
+    """INSERT … ON CONFLICT DO NOTHING, in the dialect of the connection."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(table)
+    if table is schema.usage_events:
+        return statement.on_conflict_do_nothing(
+            index_elements=["tenant_id", "request_id"], index_where=text(schema.TERMINAL)
+        )
+    return statement.on_conflict_do_nothing(index_elements=["id"])
+
+
+def _insert_events(
+    connection: Connection, by_event_id: Mapping[EventId, UsageEvent], now: Microseconds
+) -> set[EventId]:
+    rows = [_event_row(event_id, event, now) for event_id, event in by_event_id.items()]
+    statement = _insert_or_keep(connection, schema.usage_events).returning(schema.usage_events.c.id)
+    return {EventId(event_id) for event_id in connection.execute(statement, rows).scalars()}
+
+
+def _settle_requests(connection: Connection, ids: Sequence[RequestId], now: Microseconds) -> None:
+    requests = schema.requests
+    connection.execute(
+        update(requests)
+        .where(requests.c.id.in_(ids), requests.c.state == "admitted")
+        .values(state="settled", settled_at_us=now)
+    )
+
+
+def _known_digests(connection: Connection, ids: Sequence[RequestId]) -> dict[RequestId, bytes]:
+    if not ids:
+        return {}
+    events = schema.usage_events.c
+    rows = connection.execute(
+        select(events.request_id, events.payload_digest).where(
+            events.request_id.in_(ids), text(schema.TERMINAL)
+        )
+    )
+    return {RequestId(row.request_id): row.payload_digest for row in rows}
+
+
+def _request_row(admission: Admission, *, owner: Owner, lease: timedelta) -> dict[str, object]:
+    return {
+        "id": admission.request_id,
+        "tenant_id": admission.tenant_id,
+        "api_key_id": admission.api_key_id,
+        "model": admission.model,
+        "state": "admitted",
+        "admitted_at_us": admission.admitted_at,
+        "lease_until_us": instants.later(admission.admitted_at, lease),
+        "settled_at_us": None,
+        "journal_id": owner.journal_id,
+        "process_id": owner.process_id,
+    }
+
+
+def _event_row(event_id: EventId, event: UsageEvent, now: Microseconds) -> dict[str, object]:
+    return {
+        "id": event_id,
+        "tenant_id": event.admission.tenant_id,
+        "request_id": event.request_id,
+        "kind": event.kind.value,
+        "model": event.admission.model,
+        "uncached_tokens": event.counts.uncached,
+        "read_tokens": event.counts.read,
+        "write_auto_tokens": event.counts.write_auto,
+        "write_5m_tokens": event.counts.write_5m,
+        "write_1h_tokens": event.counts.write_1h,
+        "output_tokens": event.counts.output,
+        "delivered_tokens": event.delivered,
+        "finish_reason": event.finish_reason,
+        "first_token_ns": event.first_token_ns,
+        "admitted_at_us": event.admission.admitted_at,
+        "finished_at_us": event.finished_at,
+        "payload_digest": payload_digest(event),
+        "posted_at_us": now,
+    }
+
+
+def _line_row(event_id: EventId, line: LedgerLine) -> dict[str, object]:
+    return {
+        "id": new_id(),
+        "event_id": event_id,
+        "token_class": line.token_class.value,
+        "quantity_tokens": line.quantity,
+        "unit_pusd": line.unit_pusd,
+        "amount_pusd": line.amount_pusd,
+        "amount_without_cache_pusd": line.amount_without_cache_pusd,
+        "price_version_id": line.price_version_id,
+    }
