@@ -36,11 +36,13 @@ class DrainingServer(uvicorn.Server):
         self._engine = engine
         self._drain_seconds = drain_seconds
 
+    def end(self) -> None:
+        """Asks the server to stop; safe from any thread."""
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.drain()
-        deadline = asyncio.get_running_loop().time() + self._drain_seconds
-        while self._engine.num_open and asyncio.get_running_loop().time() < deadline and not self.force_exit:
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._engine.wait_until_drained, self._drain_seconds)
         await asyncio.to_thread(self._engine.stop)
         await super().shutdown(sockets)
 
@@ -84,7 +86,7 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
         worker.engine,
         drain_seconds=settings.drain_seconds,
     )
-    worker.engine.start(on_death=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    worker.engine.start(on_death=server.end)
     try:
         if settings.port_file is not None:
             _write_atomically(settings.port_file, str(listener.getsockname()[1]))

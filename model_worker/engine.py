@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
-from prefix_store.store import PrefixStore
 from tokenizers import Tokenizer
 
 from model_worker.detokenizer import Detokenizer
@@ -35,6 +34,7 @@ from model_worker.protocol import (
 from model_worker.runner import ModelRunner
 from model_worker.scheduler import Scheduler
 from model_worker.sequence import Sequence
+from prefix_store.store import PrefixStore
 
 log = structlog.get_logger(__name__)
 
@@ -127,7 +127,7 @@ class Engine:
         """Ends every request with `Failed(shutting_down)` and waits for the loop to end."""
         with self._inbox.changed:
             self._inbox.stopping = True
-            self._inbox.changed.notify()
+            self._inbox.changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -136,10 +136,10 @@ class Engine:
         with self._inbox.changed:
             self._inbox.draining = True
 
-    @property
-    def num_open(self) -> int:
-        """Requests queued and running."""
-        return len(self._inbox.open_ids)
+    def wait_until_drained(self, timeout_seconds: float) -> bool:
+        """Waits until no request is open; False when the time passed first."""
+        with self._inbox.changed:
+            return self._inbox.changed.wait_for(lambda: not self._inbox.open_ids, timeout_seconds)
 
     @property
     def is_alive(self) -> bool:
@@ -166,13 +166,13 @@ class Engine:
                 raise RequestRefused(Refusal(code="queue_full", message=message))
             self._inbox.open_ids.add(request.request_id)
             self._inbox.added.append(live)
-            self._inbox.changed.notify()
+            self._inbox.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Stops a request before the next step. An ended id is ignored: hang-ups race with endings."""
         with self._inbox.changed:
             self._inbox.cancelled.add(request_id)
-            self._inbox.changed.notify()
+            self._inbox.changed.notify_all()
 
     def _refuse_impossible(self, request: GenerateRequest) -> None:
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
@@ -282,6 +282,7 @@ class Engine:
         give_back(live.sequence)
         with self._inbox.changed:
             self._inbox.open_ids.remove(request_id)
+            self._inbox.changed.notify_all()
 
     def _abandon(self) -> None:
         """The loop is over. After a defect somebody may still wait: nobody waits for ever."""
