@@ -1,81 +1,43 @@
 """Which prefixes are cached, as a radix tree over blocks of tokens.
 
-Knows token bytes, names and block ids, who holds which path, and what may be
-evicted. Does not know the pool's free blocks, leases or tenants: callers pass
+Knows token bytes, names and block ids, who holds or pins which path, and what
+may be evicted. Does not know leases, requests or tenants' names: callers pass
 ids in and get ids back.
 
-A node is a run of blocks on one edge. Tokens come first: children are found by
-the bytes of their first block and runs are compared in bulk, so a match never
-trusts a name and hashes nothing. A *tail* is a leaf of one incomplete block,
-nameless, left by a sequence that ended there; it is found token by token and
-never followed by anything.
+Tokens come first: children are found by the bytes of their first block and
+runs are compared in bulk, so a match never trusts a name and hashes nothing.
+A *tail* is a leaf of one incomplete block, left by a sequence that ended
+there; it is found token by token and nothing ever follows it.
 
-A node is held while a lease ends at it or below; `holders` counts those leases.
-A node that nobody holds and nothing follows is exposed: eviction takes blocks
-from its end.
+A scope's blocks live under its own root. Where a prompt begins with a public
+prefix, that part lives under the deployment's root, and behind it each scope
+has a gate, through which nobody else passes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockId, BlockName, BlockNamer, TokenKind
-from prefix_store.policy.protocol import EvictionPolicy, RunFacts
+from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockId, BlockNamer, TokenKind
+from prefix_store.books import Books
+from prefix_store.eviction import EvictionOrder
+from prefix_store.misses import Cause
+from prefix_store.node import Node
 from prefix_store.pool import BlockPool
 
+PUBLIC_SCOPE = ""
+"""The deployment's own scope. No tenant has it: a tenant's is never empty."""
 
-class Node:
-    """A run of blocks, or the root of a scope, which has none and carries the root's name."""
+NODE_BYTES = 560
+"""Memory of a run besides its blocks: the node, its place among its parent's children, the policy's record.
 
-    __slots__ = (
-        "blocks",
-        "children",
-        "depth",
-        "exposed",
-        "holders",
-        "keys",
-        "kind",
-        "last_used",
-        "names",
-        "parent",
-        "tokens",
-    )
+Measured by `benchmarks/index.py`, rounded up.
+"""
 
-    def __init__(
-        self,
-        *,
-        parent: Node | None,
-        tokens: bytes,
-        names: bytes,
-        blocks: list[BlockId],
-        depth: int,
-        kind: TokenKind,
-    ) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.names = names
-        self.blocks = blocks
-        self.depth = depth
-        self.kind = kind
-        self.children: dict[bytes, Node] = {}
-        self.keys: list[bytes] = []
-        self.holders = 0
-        self.exposed = False
-        self.last_used = 0.0
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
-    @property
-    def is_tail(self) -> bool:
-        return not self.names
-
-    @property
-    def last_name(self) -> BlockName:
-        return self.names[-NAME_BYTES:]
+ID_BYTES = 40
+"""Memory of a block id: the number itself and one reference to it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,24 +57,52 @@ class IndexMatch:
     tail_block: BlockId | None = None
     tail_rows: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_bytes // TOKEN_BYTES + self.tail_rows
+
 
 class RadixIndex:
-    """One tree for each scope. Moves blocks between held and cached in the pool as holders come and go."""
+    """One tree for each scope. Moves blocks between held, cached and free in the pool as it changes."""
 
-    def __init__(self, *, namer: BlockNamer, pool: BlockPool, policy: EvictionPolicy) -> None:
+    def __init__(self, *, namer: BlockNamer, pool: BlockPool, order: EvictionOrder, books: Books) -> None:
         self._namer = namer
         self._pool = pool
-        self._policy = policy
+        self._order = order
+        self._books = books
         self._block_bytes = namer.block_size * TOKEN_BYTES
+        self._bytes_per_block = self._block_bytes + NAME_BYTES + ID_BYTES
         self._roots: dict[str, Node] = {}
-        self._scope_of_root: dict[Node, str] = {}
+        self.num_nodes = 0
+        self.num_blocks = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the index, by count: nodes and blocks times what each costs."""
+        return self.num_nodes * NODE_BYTES + self.num_blocks * self._bytes_per_block
+
+    def bytes_to_add(self, num_blocks: int) -> int:
+        """What `num_blocks` more may cost: a run, and a split in front of it."""
+        return 2 * NODE_BYTES + num_blocks * self._bytes_per_block
 
     # ---- looks
 
-    def match(self, scope: str, data: bytes, limit_bytes: int) -> IndexMatch | None:
-        """The longest cached prefix of the first `limit_bytes` of `data`; None when the scope has nothing."""
-        root = self._roots.get(scope)
-        return None if root is None else self.match_below(root, data, 0, limit_bytes)
+    def match(self, scope: str, data: bytes, limit_bytes: int, public_bytes: int) -> IndexMatch | None:
+        """The longest cached prefix of the first `limit_bytes` of `data`, of which the first
+        `public_bytes` are public. None when there is no tree to look in.
+        """
+        root = self._roots.get(PUBLIC_SCOPE if public_bytes else scope)
+        if root is None:
+            return None
+        if not public_bytes:
+            return self.match_below(root, data, 0, limit_bytes)
+        match = self.match_below(root, data, 0, min(limit_bytes, public_bytes))
+        gate = match.path[-1].gates.get(scope)
+        if gate is None or match.num_bytes < public_bytes or match.inside is not None:
+            return match
+        behind = self.match_below(gate, data, public_bytes, limit_bytes)
+        behind.path = match.path + behind.path
+        return behind
 
     def match_below(self, start: Node, data: bytes, position: int, limit_bytes: int) -> IndexMatch:
         """Continues a match from the end of `start`, which is at `position` of `data`."""
@@ -137,7 +127,7 @@ class RadixIndex:
         self, child: Node, path: list[Node], data: bytes, position: int, limit_bytes: int
     ) -> IndexMatch:
         """The prompt shares the first block of `child` and leaves it before its end."""
-        common = _common_prefix(child.tokens, data[position : min(position + len(child.tokens), limit_bytes)])
+        common = common_prefix(child.tokens, data[position : min(position + len(child.tokens), limit_bytes)])
         num_inside, tail_bytes = divmod(common, self._block_bytes)
         match = IndexMatch(
             path=path,
@@ -152,87 +142,21 @@ class RadixIndex:
         return match
 
     def _match_tail(self, match: IndexMatch, node: Node, rest: bytes) -> None:
-        """The child whose first block shares the most tokens with `rest`: a neighbour in byte order."""
-        keys = node.keys
-        at = bisect_left(keys, rest)
-        for key in keys[max(at - 1, 0) : at + 1]:
+        """The child whose first block shares the most tokens with `rest`."""
+        for key in node.keys_near(rest):
             rows = _common_prefix_short(key, rest) // TOKEN_BYTES
             if rows > match.tail_rows:
                 child = node.children[key]
                 match.tail_node, match.tail_block, match.tail_rows = child, child.blocks[0], rows
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, roots included, parents first."""
+        """Every node, entries included, parents before what follows them."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()
             yield node
             pending.extend(node.children.values())
-
-    # ---- holding
-
-    def hold(self, match: IndexMatch, now: float) -> Node:
-        """A lease ends where the match ends: its path is held. Returns the last node of the path."""
-        node = match.path[-1]
-        if match.inside is not None and match.num_inside:
-            node = self._split(match.inside, match.num_inside)
-            match.path.append(node)
-            match.inside = None
-        for step in match.path:
-            self._hold_node(step, now)
-            if step.blocks:
-                self._policy.hit(step, now)
-        return node
-
-    def open_scope(self, scope: str, now: float) -> Node:
-        """The root of a scope, held once more."""
-        root = self._roots.get(scope)
-        if root is None:
-            name = self._namer.root(scope)
-            root = Node(parent=None, tokens=b"", names=name, blocks=[], depth=0, kind=TokenKind.SYSTEM)
-            self._roots[scope] = root
-            self._scope_of_root[root] = scope
-        self._hold_node(root, now)
-        return root
-
-    def hold_node(self, node: Node, now: float) -> None:
-        """One more holder of this node alone, whose ancestors are held by the caller already."""
-        self._hold_node(node, now)
-
-    def _hold_node(self, node: Node, now: float) -> None:
-        node.holders += 1
-        node.last_used = now
-        if node.holders == 1 and node.blocks:
-            self._pool.unpark(len(node.blocks))
-            if node.exposed:
-                self._cover(node)
-
-    def let_go(self, node: Node, now: float) -> None:
-        """A lease that ended at `node` ends. Blocks that nobody holds any more become cached."""
-        step: Node | None = node
-        while step is not None:
-            parent = step.parent
-            step.holders -= 1
-            step.last_used = now
-            assert step.holders >= 0, "more holders let go than held"
-            if step.holders == 0:
-                if step.blocks:
-                    self._pool.park(len(step.blocks))
-                self._settle(step)
-            step = parent
-
-    def touch(self, node: Node, now: float) -> None:
-        """This node was of use just now, without being held."""
-        self._hold_node(node, now)
-        self.let_go_node(node)
-
-    def let_go_node(self, node: Node) -> None:
-        """Undoes `hold_node`."""
-        node.holders -= 1
-        if node.holders == 0:
-            if node.blocks:
-                self._pool.park(len(node.blocks))
-            self._settle(node)
+            pending.extend(node.gates.values())
 
     def path_of(self, node: Node) -> list[Node]:
         """From `node` up to its root."""
@@ -240,6 +164,144 @@ class RadixIndex:
         while (parent := path[-1].parent) is not None:
             path.append(parent)
         return path
+
+    # ---- holding
+
+    def hold(self, match: IndexMatch, now: float) -> Node:
+        """A lease ends where the full blocks of the match end: its path is held, root to end."""
+        self.cut(match)
+        for step in match.path:
+            self._hit(step, now)
+        return match.path[-1]
+
+    def cut(self, match: IndexMatch) -> Node:
+        """Makes the match end at a node's end, and its path complete. Returns that node."""
+        if match.inside is not None and match.num_inside:
+            match.path.append(self._split(match.inside, match.num_inside))
+            match.inside, match.num_inside = None, 0
+        return match.path[-1]
+
+    def hold_further(self, match: IndexMatch, now: float) -> Node:
+        """Like `hold`, for a match that continues from a node the caller holds."""
+        self.cut(match)
+        for step in match.path[1:]:
+            self._hit(step, now)
+        return match.path[-1]
+
+    def open_scope(self, scope: str, now: float) -> Node:
+        """The root of a scope, held once more."""
+        root = self._roots.get(scope)
+        if root is None:
+            root = self._new_entry(None, scope, self._namer.root(scope), now)
+            self._roots[scope] = root
+        self._hold(root, now)
+        return root
+
+    def open_gate(self, node: Node, scope: str, now: float) -> Node:
+        """A scope's gate behind public `node`, held once more."""
+        gate = node.gates.get(scope)
+        if gate is None:
+            gate = self._new_entry(node, scope, self._namer.enter_scope(node.last_name, scope), now)
+            node.add_gate(scope, gate)
+        self._hold(gate, now)
+        return gate
+
+    def _new_entry(self, parent: Node | None, scope: str, name: bytes, now: float) -> Node:
+        self.num_nodes += 1
+        depth = 0 if parent is None else parent.depth + len(parent.blocks)
+        return Node(
+            parent=parent,
+            scope=scope,
+            tokens=b"",
+            names=name,
+            blocks=[],
+            depth=depth,
+            kind=TokenKind.SYSTEM,
+            now=now,
+        )
+
+    def let_go(self, node: Node, now: float) -> None:
+        """A lease that ended at `node` ends. Blocks that nobody holds any more become cached."""
+        step: Node | None = node
+        while step is not None:
+            parent = step.parent
+            self._let_go(step, now)
+            step = parent
+
+    def hold_path(self, node: Node, now: float) -> None:
+        """Holds a node and all before it, without a prompt having found it: undone by `let_go`."""
+        for step in self.path_of(node):
+            self._hold(step, now)
+
+    def hit_tail(self, node: Node, now: float) -> None:
+        """A prompt found a tail, and copies from it without holding it."""
+        self._hit(node, now)
+        self._let_go(node, now)
+
+    def _hit(self, node: Node, now: float) -> None:
+        """A prompt found all of this node, and holds it."""
+        if not node.blocks:
+            self._hold(node, now)
+            return
+        self._books.hit(node, now)
+        self._hold(node, now)
+        self._order.hit(node, now)
+        node.was_hit = True
+        node.lapsed = False
+        for pin in node.pins_ending_here:
+            pin.refresh(now)
+
+    def _hold(self, node: Node, now: float) -> None:
+        node.holders += 1
+        node.last_used = now
+        if node.holders == 1 and node.blocks:
+            if node.exposed:
+                self._cover(node)
+            if node.pins:
+                self._pool.unpin(len(node.blocks))
+            self._pool.unpark(len(node.blocks))
+
+    def _let_go(self, node: Node, now: float) -> None:
+        assert node.holders > 0, "more holders let go than held"
+        node.holders -= 1
+        node.last_used = now
+        if node.holders == 0:
+            if node.blocks:
+                self._pool.park(len(node.blocks))
+                if node.pins:
+                    self._pool.pin(len(node.blocks))
+            self._settle(node)
+
+    # ---- pinning
+
+    def num_unpinned(self, path: list[Node]) -> int:
+        """How many blocks of a path no pin covers yet."""
+        return sum(len(node.blocks) for node in path if not node.pins)
+
+    def pin(self, node: Node) -> None:
+        """One more pin ends at `node`: it and what it follows may not be evicted."""
+        for step in self.path_of(node):
+            step.pins += 1
+            if step.pins == 1 and step.blocks and not step.holders:
+                self._pool.pin(len(step.blocks))
+                if step.exposed:
+                    self._cover(step)
+
+    def unpin(self, node: Node) -> None:
+        """A pin that ended at `node` ends."""
+        for step in self.path_of(node):
+            step.pins -= 1
+            assert step.pins >= 0, "more pins end than began"
+            if not step.pins:
+                if step.blocks and not step.holders:
+                    self._pool.unpin(len(step.blocks))
+                self._settle(step)
+
+    def lapse(self, node: Node) -> None:
+        """A pin that ended at `node` ends because its time is over."""
+        for step in self.path_of(node):
+            step.lapsed = True
+        self.unpin(node)
 
     # ---- growing
 
@@ -255,220 +317,297 @@ class RadixIndex:
     ) -> tuple[Node, list[BlockId]]:
         """Indexes the full blocks of `data[start:end]`, written in `blocks`, below `node`, for its holder.
 
-        Returns the node where they end, held by the caller in place of `node`, and the
-        blocks that stand for them: those found already are taken from the index, and
-        the caller's duplicates are no longer needed.
+        Returns the node where they end, held by the caller together with all before it,
+        and the blocks that stand for them. Those found already are taken from the index:
+        the caller's duplicates of them are no longer needed.
         """
         match = self.match_below(node, data, start, end)
+        last = self.cut(match)
         found: list[BlockId] = []
         for step in match.path[1:]:
-            self._hold_node(step, now)
-            found.extend(step.blocks)
-        last = match.path[-1]
-        if match.inside is not None and match.num_inside:
-            last = self._split(match.inside, match.num_inside)
-            self._hold_node(last, now)
-            found.extend(last.blocks)
+            self._hold(step, now)
+            found += step.blocks
         if match.num_bytes < end:
-            fresh = blocks[len(found) :]
+            fresh = blocks[len(found) :] if found else blocks
             last = self._append(last, data[match.num_bytes : end], fresh, kind, now)
-            found.extend(fresh)
+            found += fresh
         return last, found
 
     def _append(self, node: Node, tokens: bytes, blocks: list[BlockId], kind: TokenKind, now: float) -> Node:
         """New blocks after `node`, held once by the caller."""
         names = b"".join(self._namer.chain_bytes(node.last_name, tokens))
-        if node.blocks and node.holders == 1 and not node.children and node.kind is kind:
-            node.tokens += tokens
-            node.names += names
-            node.blocks = node.blocks + blocks
-            node.last_used = now
-            self._policy.resize(node, len(node.blocks))
-            return node
-        child = self._insert(node, tokens, names, blocks, kind, now)
-        child.holders = 1
-        return child
+        extends = (
+            node.blocks
+            and node.holders == 1
+            and node.kind is kind
+            and not (node.children or node.gates or node.was_hit or node.pins)
+        )
+        if not extends:
+            child = self._insert(node, tokens, names, blocks, kind, now)
+            child.holders = 1
+            return child
+        first = len(node.blocks)
+        node.tokens += tokens
+        node.names += names
+        node.blocks = node.blocks + blocks
+        node.last_used = now
+        self.num_blocks += len(blocks)
+        self._order.grow(node, len(blocks))
+        self._books.stored(node, first)
+        return node
 
-    def add_tail(
-        self, node: Node, tokens: bytes, block: BlockId, kind: TokenKind, now: float
-    ) -> BlockId | None:
-        """Indexes an incomplete block after `node`, held by nobody.
+    def add_tail(self, node: Node, tokens: bytes, block: BlockId, kind: TokenKind, now: float) -> bool:
+        """Indexes an incomplete block after `node`, held by nobody from now on.
 
-        Returns the block when it is not needed, because one that says as much is there already.
+        False, and nothing is changed, when a block that says as much is there already.
         """
-        at = bisect_left(node.keys, tokens)
-        if at < len(node.keys) and node.keys[at].startswith(tokens):
-            self.touch(node.children[node.keys[at]], now)
-            return block
+        for key in node.keys_near(tokens):
+            if key.startswith(tokens):
+                self._touch(node.children[key], now)
+                return False
         tail = self._insert(node, tokens, b"", [block], kind, now)
         self._pool.park(1)
         self._settle(tail)
-        return None
+        return True
+
+    def _touch(self, node: Node, now: float) -> None:
+        """This node was of use just now."""
+        self._hold(node, now)
+        self._let_go(node, now)
 
     def _insert(
         self, parent: Node, tokens: bytes, names: bytes, blocks: list[BlockId], kind: TokenKind, now: float
     ) -> Node:
         key = tokens[: self._block_bytes]
-        self._supersede_tail(parent, key)
-        depth = parent.depth + len(parent.blocks)
-        node = Node(parent=parent, tokens=tokens, names=names, blocks=blocks, depth=depth, kind=kind)
-        node.last_used = now
+        self._supersede_tail(parent, key, now)
+        node = Node(
+            parent=parent,
+            scope=parent.scope,
+            tokens=tokens,
+            names=names,
+            blocks=blocks,
+            depth=parent.depth + len(parent.blocks),
+            kind=kind,
+            now=now,
+        )
         if parent.exposed:
             self._cover(parent)
-        parent.children[key] = node
-        parent.keys.insert(bisect_left(parent.keys, key), key)
-        facts = RunFacts(name=names[:NAME_BYTES], num_blocks=len(blocks), depth=depth, kind=kind)
-        self._policy.insert(node, facts, now)
+        parent.add_child(key, node)
+        self.num_nodes += 1
+        self.num_blocks += len(blocks)
+        self._order.insert(node, now)
+        self._books.stored(node, 0)
         return node
 
-    def _supersede_tail(self, parent: Node, key: bytes) -> None:
+    def _supersede_tail(self, parent: Node, key: bytes, now: float) -> None:
         """Drops the tail that `key` begins with: whatever it says, the newcomer says too.
 
-        Only the key before `key` in byte order can be one, since no tail begins its siblings.
+        There is one at most, since no tail begins its siblings.
         """
-        at = bisect_left(parent.keys, key)
-        if at and key.startswith(parent.keys[at - 1]):
-            tail = parent.children[parent.keys[at - 1]]
-            self._pool.unpark(1)
-            self._pool.give_back(tail.blocks)
-            self._drop(tail)
+        for near in parent.keys_near(key):
+            if key.startswith(near):
+                self._forget(parent.children[near], Cause.SUPERSEDED, now)
+                return
 
     # ---- shrinking
 
-    def evict(self, num_blocks: int, now: float) -> list[BlockId]:
-        """One step of the policy: up to `num_blocks` blocks, now held by the caller, from the end of one run.
-
-        Empty when nothing is exposed.
-        """
-        node = self._policy.victim(now)
-        if node is None:
-            return []
-        assert isinstance(node, Node)
-        assert node.exposed, "the policy chose a run that may not go"
-        keep = max(len(node.blocks) - num_blocks, 0)
-        evicted = node.blocks[keep:]
-        self._policy.evict(node, node.names[keep * NAME_BYTES :][:NAME_BYTES], len(evicted), now)
-        self._pool.unpark(len(evicted))
-        if keep:
-            node.blocks = node.blocks[:keep]
-            node.names = node.names[: keep * NAME_BYTES]
-            node.tokens = node.tokens[: keep * self._block_bytes]
-        else:
-            parent = node.parent
-            self._drop(node)
-            assert parent is not None
-            self._settle(parent)
+    def evict(self, victim: Node, num_blocks: int, cause: Cause, now: float) -> list[BlockId]:
+        """Frees up to `num_blocks` blocks from the end of one exposed run, and returns them."""
+        assert victim.exposed, "the policy chose a run that may not go"
+        keep = max(len(victim.blocks) - num_blocks, 0)
+        self._order.evict(victim, keep, now)
+        self._books.removed(victim, keep, cause, now)
+        evicted = victim.blocks[keep:]
         evicted.reverse()
+        self._pool.unpark(len(evicted))
+        self._pool.give_back(evicted)
+        self.num_blocks -= len(evicted)
+        if keep:
+            victim.blocks = victim.blocks[:keep]
+            victim.names = victim.names[: keep * NAME_BYTES]
+            victim.tokens = victim.tokens[: keep * self._block_bytes]
+        else:
+            self._detach(victim)
         return evicted
 
-    def clear(self) -> list[BlockId]:
-        """Forgets every block that nobody holds; returns them, held by the caller."""
-        now_free: list[BlockId] = []
+    def clear(self, now: float) -> None:
+        """Frees every block that nobody holds. There are no pins."""
         for node in reversed(list(self.nodes())):
-            if node.holders or node.is_root:
+            if node.holders:
                 continue
-            self._pool.unpark(len(node.blocks))
-            now_free.extend(node.blocks)
-            self._drop(node)
-        for root in list(self._roots.values()):
-            self._settle(root)
-        return now_free
+            if node.blocks:
+                self._forget(node, Cause.CLEARED, now)
+            else:
+                self._drop_entry(node)
 
-    def _drop(self, node: Node) -> None:
-        """Takes a leaf out of the tree."""
+    def _forget(self, node: Node, cause: Cause, now: float) -> None:
+        """Frees a leaf that nobody holds. Its parent is left as it is."""
+        assert not node.holders
+        assert not node.pins
+        self._order.remove(node)
+        self._books.removed(node, 0, cause, now)
+        self._pool.unpark(len(node.blocks))
+        self._pool.give_back(node.blocks)
+        self.num_blocks -= len(node.blocks)
+        self._unlink(node)
+
+    def _unlink(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        assert not node.children, "something follows this run"
-        key = node.tokens[: self._block_bytes]
-        del parent.children[key]
-        del parent.keys[bisect_left(parent.keys, key)]
-        self._policy.remove(node)
+        assert not node.is_followed, "something follows this run"
+        parent.remove_child(node.tokens[: self._block_bytes])
+        self.num_nodes -= 1
+
+    def _detach(self, node: Node) -> None:
+        """Takes a leaf without blocks left out of the tree, and lets its parent take stock."""
+        parent = node.parent
+        assert parent is not None
+        self._unlink(node)
+        if len(parent.children) == 1 and not parent.gates:
+            [child] = parent.children.values()
+            if _is_one_run(parent, child):
+                self._merge(parent, child)
+                return
+        self._settle(parent)
+
+    # ---- splitting and merging
 
     def _split(self, node: Node, num_upper: int) -> Node:
-        """Cuts a run in two. `node` stays the lower part, so that leases that end at it still do."""
+        """Cuts a run in two. `node` stays the lower part, so that leases and pins that end at it still do."""
         parent = node.parent
         assert parent is not None
         assert 0 < num_upper < len(node.blocks), (num_upper, len(node.blocks))
         cut = num_upper * self._block_bytes
         upper = Node(
             parent=parent,
+            scope=node.scope,
             tokens=node.tokens[:cut],
             names=node.names[: num_upper * NAME_BYTES],
             blocks=node.blocks[:num_upper],
             depth=node.depth,
             kind=node.kind,
+            now=node.last_used,
         )
         upper.holders = node.holders
-        upper.last_used = node.last_used
-        parent.children[node.tokens[: self._block_bytes]] = upper
+        upper.pins = node.pins
+        upper.was_hit = node.was_hit
+        upper.lapsed = node.lapsed
+        parent.children[upper.tokens[: self._block_bytes]] = upper
         node.parent = upper
         node.tokens = node.tokens[cut:]
         node.names = node.names[num_upper * NAME_BYTES :]
         node.blocks = node.blocks[num_upper:]
         node.depth += num_upper
-        key = node.tokens[: self._block_bytes]
-        upper.children[key] = node
-        upper.keys.append(key)
-        self._policy.split(node, upper, num_upper)
+        upper.add_child(node.tokens[: self._block_bytes], node)
+        self.num_nodes += 1
+        self._order.split(node, upper)
         return upper
+
+    def _merge(self, upper: Node, node: Node) -> None:
+        """Joins a run and the only one that follows it. `node` stays."""
+        parent = upper.parent
+        assert parent is not None
+        parent.children[upper.tokens[: self._block_bytes]] = node
+        node.parent = parent
+        node.tokens = upper.tokens + node.tokens
+        node.names = upper.names + node.names
+        node.blocks = upper.blocks + node.blocks
+        node.depth = upper.depth
+        self.num_nodes -= 1
+        self._order.merge(upper, node)
 
     # ---- exposure
 
     def _settle(self, node: Node) -> None:
-        """After a holder or a follower went: exposes the node, or drops an empty root."""
-        if node.holders or node.children:
+        """After a holder, a pin or a follower went: exposes a run, or drops an entry that leads nowhere."""
+        if node.holders or node.pins or node.is_followed or node.exposed:
             return
-        if node.parent is None:
-            scope = self._scope_of_root.pop(node)
-            del self._roots[scope]
-        elif not node.exposed:
+        if node.blocks:
             node.exposed = True
-            self._policy.expose(node, node.last_used)
+            self._order.expose(node)
+            return
+        self._drop_entry(node)
+        if node.parent is not None:
+            self._settle(node.parent)
+
+    def _drop_entry(self, node: Node) -> None:
+        self.num_nodes -= 1
+        if node.parent is None:
+            del self._roots[node.scope]
+        else:
+            node.parent.remove_gate(node.scope)
 
     def _cover(self, node: Node) -> None:
         node.exposed = False
-        self._policy.cover(node)
+        self._order.cover(node)
 
     # ---- invariants
 
     def check(self) -> None:
         """Asserts what must hold between calls. O(blocks)."""
-        cached = 0
+        cached = pinned = num_nodes = num_blocks = 0
         for node in self.nodes():
             self._check_node(node)
-            if node.holders == 0:
+            num_nodes += 1
+            num_blocks += len(node.blocks)
+            if not node.holders:
                 cached += len(node.blocks)
+                pinned += len(node.blocks) if node.pins else 0
         assert cached == self._pool.num_cached, (cached, self._pool.num_cached)
+        assert pinned == self._pool.num_pinned, (pinned, self._pool.num_pinned)
+        assert (num_nodes, num_blocks) == (self.num_nodes, self.num_blocks), "nodes or blocks are miscounted"
 
     def _check_node(self, node: Node) -> None:
-        block_bytes = self._block_bytes
-        assert node.keys == sorted(node.children), "keys and children differ"
-        assert all(not b.startswith(a) for a, b in zip(node.keys, node.keys[1:], strict=False)), (
-            "a stale tail"
-        )
-        assert node.exposed == (not node.is_root and not node.holders and not node.children)
-        assert node.holders >= sum(child.holders for child in node.children.values())
-        for key, child in node.children.items():
-            assert child.parent is node
-            assert child.tokens[:block_bytes] == key
-            assert child.depth == node.depth + len(node.blocks)
-        if node.is_root:
-            assert not node.blocks
-            assert node.holders or node.children, "an empty scope was kept"
+        self._check_children(node)
+        idle = not (node.holders or node.pins or node.is_followed)
+        assert node.exposed == (idle and not node.is_entry)
+        assert not (idle and node.is_entry), "an entry that leads nowhere was kept"
+        assert node.pins >= len(node.pins_ending_here)
+        if node.is_entry:
+            assert node.tokens == b""
         elif node.is_tail:
-            assert 0 < len(node.tokens) < block_bytes
+            assert 0 < len(node.tokens) < self._block_bytes
             assert len(node.blocks) == 1
-            assert not node.children
-            assert node.holders == 0
+            assert not node.is_followed
+            assert node.holders == node.pins == 0
         else:
-            parent = node.parent
-            assert parent is not None
-            assert len(node.tokens) == len(node.blocks) * block_bytes > 0
-            names = self._namer.chain_bytes(parent.last_name, node.tokens)
+            assert node.parent is not None
+            assert len(node.tokens) == len(node.blocks) * self._block_bytes
+            names = self._namer.chain_bytes(node.parent.last_name, node.tokens)
             assert b"".join(names) == node.names, "a name is not the hash of its prefix"
 
+    def _check_children(self, node: Node) -> None:
+        keys = sorted(node.children)
+        assert node.order is None or node.order.in_order() == keys, "keys and children differ"
+        assert all(not b.startswith(a) for a, b in pairwise(keys)), "a stale tail"
+        for key, child in node.children.items():
+            assert child.tokens[: self._block_bytes] == key
+            assert child.scope == node.scope, "a scope leads into another"
+        for scope, gate in node.gates.items():
+            assert node.scope == PUBLIC_SCOPE != scope == gate.scope
+            assert gate.is_entry
+        for follower in (*node.children.values(), *node.gates.values()):
+            assert follower.parent is node
+            assert follower.depth == node.depth + len(node.blocks)
+            if not follower.holders:
+                assert follower.last_used <= node.last_used, "used later than what it follows"
 
-def _common_prefix(left: bytes, right: bytes) -> int:
+
+def _is_one_run(upper: Node, lower: Node) -> bool:
+    """Nothing tells these apart: no lease or pin ends between them, and they were last used together."""
+    return (
+        bool(upper.blocks)
+        and not lower.is_tail
+        and upper.holders == lower.holders
+        and upper.pins == lower.pins
+        and upper.kind is lower.kind
+        and upper.last_used == lower.last_used
+        and upper.was_hit == lower.was_hit
+        and upper.lapsed == lower.lapsed
+    )
+
+
+def common_prefix(left: bytes, right: bytes) -> int:
     """Length of the longest common prefix, by bisection over bulk comparisons."""
     low, high = 0, min(len(left), len(right))
     while low < high:
@@ -481,7 +620,7 @@ def _common_prefix(left: bytes, right: bytes) -> int:
 
 
 def _common_prefix_short(left: bytes, right: bytes) -> int:
-    """The same for a few words at most: the highest bit that differs."""
+    """The same for one block at most: the highest bit that differs."""
     length = min(len(left), len(right))
     differing = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
     return length - (differing.bit_length() + 7) // 8

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from prefix_store.blocks import BlockId
-from prefix_store.index import Node
+from prefix_store.misses import Miss
+from prefix_store.node import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +46,21 @@ class Lease:
 
     `block_table[i]` is where tokens `i * block_size …` live. The first `num_indexed` of
     its blocks are in the index, findable and read-only; the others are private.
-    `cached_tokens` need not be computed once `copies` are done.
+    `cached_tokens` need not be computed once `copies` are done; `miss` says why they
+    were not more.
     """
 
     scope: str
-    cached_tokens: int
     num_prompt_tokens: int
     num_system_tokens: int
-    block_table: list[BlockId]
-    copies: tuple[RowCopy, ...]
-    num_indexed: int
-    node: Node
-    state: LeaseState = field(default=LeaseState.OPEN)
+    num_public_blocks: int
+    node: Node = field(repr=False)
+    miss: Miss | None = None
+    block_table: list[BlockId] = field(default_factory=list)
+    num_indexed: int = 0
+    cached_tokens: int = 0
+    copies: tuple[RowCopy, ...] = ()
+    state: LeaseState = LeaseState.OPEN
 
 
 class LeaseEnded(Exception):

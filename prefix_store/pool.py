@@ -9,6 +9,8 @@ A block is in one of three states:
     cached → held     `unpark`: a prompt hit it
     held, cached → free   `give_back`: nobody can find it any more
 
+Some cached blocks are pinned (`pin`, `unpin`): findable, and not evictable.
+
 Only the free blocks are listed here; which blocks are cached and which are
 held follows from the index and the leases. Counts are kept so that every move
 costs O(1) a block and no look costs more than O(1).
@@ -25,7 +27,7 @@ from prefix_store.blocks import BlockId
 class BlockCounts:
     """Every block is in exactly one class: `free + cached + held == total`.
 
-    `pinned` blocks are some of the cached and held ones.
+    `pinned` blocks are those of the cached ones that may not be evicted.
     """
 
     free: int
@@ -52,6 +54,7 @@ class BlockPool:
             raise ValueError("a pool needs at least one block")
         self.total = num_blocks
         self.num_cached = 0
+        self.num_pinned = 0
         # Highest id first, so that a fresh pool hands out 0, 1, 2, …
         self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
 
@@ -62,6 +65,21 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         return self.total - len(self._free) - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks `take` can give once everything evictable is evicted."""
+        return len(self._free) + self.num_cached - self.num_pinned
+
+    @property
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            free=self.num_free,
+            cached=self.num_cached,
+            held=self.num_held,
+            total=self.total,
+            pinned=self.num_pinned,
+        )
 
     def take(self, num_blocks: int) -> list[BlockId]:
         """free → held."""
@@ -84,6 +102,16 @@ class BlockPool:
         assert 0 <= num_blocks <= self.num_cached, (num_blocks, self.num_cached)
         self.num_cached -= num_blocks
 
+    def pin(self, num_blocks: int) -> None:
+        """cached → cached and pinned."""
+        self.num_pinned += num_blocks
+        assert 0 <= self.num_pinned <= self.num_cached, (self.num_pinned, self.num_cached)
+
+    def unpin(self, num_blocks: int) -> None:
+        """cached and pinned → cached."""
+        self.num_pinned -= num_blocks
+        assert self.num_pinned >= 0, self.num_pinned
+
     def give_back(self, blocks: list[BlockId]) -> None:
         """held → free. A cached block is unparked first."""
         assert len(blocks) <= self.num_held, (len(blocks), self.num_held)
@@ -98,5 +126,5 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert all(0 <= block < self.total for block in free), "a free block does not exist"
-        assert self.num_cached >= 0
+        assert 0 <= self.num_pinned <= self.num_cached
         assert self.num_held >= 0

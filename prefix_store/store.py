@@ -13,19 +13,39 @@ everything back, findable; `discard` gives everything back and adds nothing.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from prefix_store.blocks import TOKEN_BYTES, BlockId, BlockNamer, TokenIds, TokenKind, token_bytes
-from prefix_store.index import IndexMatch, RadixIndex
+from prefix_store.books import Books, block_before
+from prefix_store.events import BlockStored, KvEventLog, NumberedBatch
+from prefix_store.eviction import EvictionOrder, ScopeQuotas
+from prefix_store.flights import FlightBoard, Role
+from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex, common_prefix
 from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowCopy
+from prefix_store.misses import Cause, GhostNames, Miss, MissReason
+from prefix_store.node import Node
+from prefix_store.pins import Pin, PinBoard, PinBudgetExceeded
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.policy.protocol import EvictionPolicy
 from prefix_store.pool import BlockCounts, BlockPool, OutOfBlocks
+from prefix_store.statistics import Statistics
+
+GHOSTS_PER_BLOCK = 2
+"""Names of evicted blocks remembered, for each block of the pool."""
 
 
 class PrefixStore:
-    """Index, pool and leases of one worker's device memory."""
+    """Index, pool, leases and pins of one worker's device memory.
+
+    `max_pinned_share` of the pool may be pinned. `max_index_bytes` caps the memory
+    of the index itself: beyond it cached prefixes are evicted, and what does not fit
+    even so stays private. `events`, where given, is told what comes and goes.
+    """
 
     def __init__(
         self,
@@ -35,28 +55,72 @@ class PrefixStore:
         namer: BlockNamer,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        quotas: ScopeQuotas | None = None,
+        max_pinned_share: float = 0.5,
+        max_index_bytes: int | None = None,
+        events: KvEventLog | None = None,
     ) -> None:
         if namer.block_size != block_size:
             raise ValueError("the namer's block size differs from the store's")
+        if policy is not None and quotas is not None:
+            raise ValueError("with quotas each scope has a policy of its own: give them make_policy")
+        if not 0.0 <= max_pinned_share < 1.0:
+            raise ValueError("max_pinned_share must be in [0, 1)")
         self.block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
+        self._namer = namer
         self._clock = clock
+        self._max_pinned_blocks = int(max_pinned_share * num_blocks)
+        self._max_index_bytes = math.inf if max_index_bytes is None else max_index_bytes
         self._pool = BlockPool(num_blocks)
-        self._index = RadixIndex(namer=namer, pool=self._pool, policy=policy or LruPolicy())
-        self._leases: dict[int, Lease] = {}
+        self._order = EvictionOrder(policy=policy or LruPolicy(), quotas=quotas, num_blocks=num_blocks)
+        self._books = Books(ghosts=GhostNames(capacity=GHOSTS_PER_BLOCK * num_blocks), events=events)
+        self._index = RadixIndex(namer=namer, pool=self._pool, order=self._order, books=self._books)
+        self._flights = FlightBoard(block_size=block_size)
+        self._pins = PinBoard()
+        self._num_pinned = 0
+        self._leases: dict[Lease, None] = {}
+        self._public: list[bytes] = []
+
+    # ---- looks
 
     @property
     def counts(self) -> BlockCounts:
-        pool = self._pool
-        return BlockCounts(free=pool.num_free, cached=pool.num_cached, held=pool.num_held, total=pool.total)
+        return self._pool.counts
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `extend` can still give: free ones, and cached ones that may be evicted."""
+        return self._pool.num_available
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index, by count."""
+        return self._index.num_bytes
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._books.statistics
 
     def match(self, scope: str, tokens: TokenIds) -> PrefixMatch:
         """How many leading tokens are cached. Changes nothing."""
+        match = self._look(scope, token_bytes(tokens), len(tokens) * TOKEN_BYTES)
+        return PrefixMatch(num_tokens=0 if match is None else match.num_tokens)
+
+    def _look(self, scope: str, data: bytes, limit_bytes: int) -> IndexMatch | None:
+        return self._index.match(scope, data, min(limit_bytes, len(data)), self._public_bytes(data))
+
+    def explain(self, scope: str, tokens: TokenIds, *, max_cached_tokens: int) -> Miss | None:
+        """Why an `acquire` now would not find more. None when nothing that was or is cached was missed.
+
+        Hashes as many blocks as were lost.
+        """
         data = token_bytes(tokens)
-        match = self._index.match(scope, data, len(data))
-        if match is None:
-            return PrefixMatch(num_tokens=0)
-        return PrefixMatch(num_tokens=match.num_bytes // TOKEN_BYTES + match.tail_rows)
+        limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
+        match = self._look(scope, data, limit_bytes)
+        return self._miss(scope, data, match, limit_bytes, len(data) // self._block_bytes)
+
+    # ---- leases
 
     def acquire(
         self,
@@ -76,41 +140,51 @@ class PrefixStore:
         """
         if max_cached_tokens < 0:
             raise ValueError("max_cached_tokens must not be negative")
+        if scope == PUBLIC_SCOPE:
+            raise ValueError("a scope must not be empty: that one is the deployment's")
         data = token_bytes(tokens)
-        now = self._clock()
-        match = self._index.match(scope, data, min(len(data), max_cached_tokens * TOKEN_BYTES))
+        now = self._now()
+        public_bytes = self._public_bytes(data)
+        limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
+        match = self._index.match(scope, data, limit_bytes, public_bytes)
+        miss = self._miss(scope, data, match, limit_bytes, 1)
         if match is None:
-            node = self._index.open_scope(scope, now)
-            match = IndexMatch(path=[node], num_bytes=0)
+            root = self._index.open_scope(PUBLIC_SCOPE if public_bytes else scope, now)
+            match = IndexMatch(path=[root], num_bytes=0)
         else:
-            node = self._index.hold(match, now)
-        block_table: list[BlockId] = []
-        for step in match.path:
-            block_table += step.blocks
+            self._index.hold(match, now)
         lease = Lease(
             scope=scope,
-            cached_tokens=match.num_bytes // TOKEN_BYTES,
             num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
             num_system_tokens=num_system_tokens,
-            block_table=block_table,
-            copies=(),
-            num_indexed=len(block_table),
-            node=node,
+            num_public_blocks=public_bytes // self._block_bytes,
+            node=match.path[-1],
+            miss=miss,
         )
-        self._leases[id(lease)] = lease
-        if match.tail_rows:
-            self._copy_tail(lease, match, now)
+        self._leases[lease] = None
+        self._credit(lease, match, now)
+        self._books.asked(scope, len(tokens), lease.cached_tokens, miss)
         return lease
 
-    def _copy_tail(self, lease: Lease, match: IndexMatch, now: float) -> None:
-        """Copy on write: the equal rows of the block where the prompt leaves the tree go to a private one."""
+    def _credit(self, lease: Lease, match: IndexMatch, now: float) -> None:
+        """Adds what was found, and is held by now, to a lease that has no private blocks."""
+        for step in match.path:
+            lease.block_table += step.blocks
+        lease.num_indexed = len(lease.block_table)
+        lease.cached_tokens = match.num_bytes // TOKEN_BYTES
+        lease.copies = ()
+        if not match.tail_rows:
+            return
         source, block = match.tail_node, match.tail_block
         assert source is not None
         assert block is not None
-        # The source must outlive the search for room; its ancestors are held by the lease.
-        self._index.hold_node(source, now)
-        self._make_room(1, now)
-        self._index.let_go_node(source)
+        if source.is_tail:
+            self._index.hit_tail(source, now)
+        if not self._pool.num_free:
+            # The source must outlive the search for room.
+            self._index.hold_path(source, now)
+            self._make_room(lease.scope, 1, now)
+            self._index.let_go(source, now)
         if not self._pool.num_free:
             return
         [target] = self._pool.take(1)
@@ -127,20 +201,12 @@ class PrefixStore:
         wanted = -(-num_tokens // self.block_size) - len(lease.block_table)
         if wanted <= 0:
             return
-        available = self._pool.num_free + self._pool.num_cached
-        if wanted > available:
-            raise OutOfBlocks(wanted=wanted, available=available)
         if wanted > self._pool.num_free:
-            self._make_room(wanted, self._clock())
+            now = self._now()
+            if wanted > self._pool.num_available:
+                raise OutOfBlocks(wanted=wanted, available=self._pool.num_available)
+            self._make_room(lease.scope, wanted, now)
         lease.block_table += self._pool.take(wanted)
-
-    def _make_room(self, num_free: int, now: float) -> None:
-        """Evicts, one step of the policy at a time, until that many blocks are free or nothing can go."""
-        while (missing := num_free - self._pool.num_free) > 0:
-            evicted = self._index.evict(missing, now)
-            if not evicted:
-                return
-            self._pool.give_back(evicted)
 
     def seal(self, lease: Lease, tokens: TokenIds, num_written: int) -> None:
         """The K/V of `tokens[:num_written]` is in the pool: makes the full blocks of it findable.
@@ -150,21 +216,16 @@ class PrefixStore:
         self._require_open(lease)
         self._check_written(lease, tokens, num_written)
         if num_written // self.block_size > lease.num_indexed:
-            self._seal(lease, token_bytes(tokens), num_written, self._clock())
+            self._seal(lease, token_bytes(tokens), num_written // self.block_size, self._now())
 
-    def _seal(self, lease: Lease, data: bytes, num_written: int, now: float) -> None:
-        """One growth of the index for each kind of tokens among the new full blocks."""
-        num_full = num_written // self.block_size
-        num_system = lease.num_system_tokens // self.block_size
-        num_prompt = lease.num_prompt_tokens // self.block_size
-        for kind, upto in (
-            (TokenKind.SYSTEM, min(num_system, num_full)),
-            (TokenKind.USER, min(num_prompt, num_full)),
-            (TokenKind.GENERATED, num_full),
-        ):
+    def _seal(self, lease: Lease, data: bytes, num_full: int, now: float) -> None:
+        """One growth of the index for each stretch of blocks of one kind and one scope."""
+        for kind, upto in self._stretches(lease, num_full):
             first = lease.num_indexed
-            if upto <= first:
-                continue
+            if not self._fits_in_index(lease.scope, upto - first, now):
+                break
+            if first == lease.num_public_blocks:
+                self._enter_scope(lease, now)
             ours = lease.block_table[first:upto]
             start, end = first * self._block_bytes, upto * self._block_bytes
             lease.node, found = self._index.grow(lease.node, data, start, end, ours, kind, now)
@@ -173,45 +234,305 @@ class PrefixStore:
                 duplicates = [mine for mine, theirs in zip(ours, found, strict=True) if mine != theirs]
                 lease.block_table[first:upto] = found
                 self._pool.give_back(duplicates)
+        self._flights.moved(lease)
+
+    def _stretches(self, lease: Lease, num_full: int) -> Iterator[tuple[TokenKind, int]]:
+        """(kind, end) of the stretches that the blocks to seal fall into, in order."""
+        num_prompt = lease.num_prompt_tokens // self.block_size
+        num_system = min(lease.num_system_tokens // self.block_size, num_prompt)
+        cuts = sorted({lease.num_indexed, lease.num_public_blocks, num_system, num_prompt, num_full})
+        for start, end in pairwise(cut for cut in cuts if lease.num_indexed <= cut <= num_full):
+            if start < num_system:
+                yield TokenKind.SYSTEM, end
+            else:
+                yield TokenKind.USER if start < num_prompt else TokenKind.GENERATED, end
+
+    def _enter_scope(self, lease: Lease, now: float) -> None:
+        """Behind a public prefix a lease goes on in its own scope."""
+        if lease.node.scope != lease.scope:
+            lease.node = self._index.open_gate(lease.node, lease.scope, now)
 
     def release(self, lease: Lease, tokens: TokenIds, num_written: int) -> None:
         """Ends the lease and keeps all that was written findable, the last, incomplete block included."""
         self._require_open(lease)
         self._check_written(lease, tokens, num_written)
-        data, now = token_bytes(tokens), self._clock()
-        self._seal(lease, data, num_written, now)
+        now = self._now()
         num_full, num_rows = divmod(num_written, self.block_size)
-        if num_rows:
-            assert num_full == lease.num_indexed
+        data = token_bytes(tokens)
+        if num_full > lease.num_indexed:
+            self._seal(lease, data, num_full, now)
+        if num_rows and num_full == lease.num_indexed and self._fits_in_index(lease.scope, 1, now):
+            if num_full == lease.num_public_blocks:
+                self._enter_scope(lease, now)
             kind = TokenKind.USER if num_written <= lease.num_prompt_tokens else TokenKind.GENERATED
-            block = lease.block_table.pop(num_full)
             rest = data[num_full * self._block_bytes : num_written * TOKEN_BYTES]
-            unneeded = self._index.add_tail(lease.node, rest, block, kind, now)
-            if unneeded is not None:
-                self._pool.give_back([unneeded])
+            if self._index.add_tail(lease.node, rest, lease.block_table[num_full], kind, now):
+                del lease.block_table[num_full]
         self._end(lease, now)
 
     def discard(self, lease: Lease) -> None:
         """Ends the lease and adds nothing to the index."""
         self._require_open(lease)
-        self._end(lease, self._clock())
+        self._end(lease, self._now())
 
     def _end(self, lease: Lease, now: float) -> None:
         lease.state = LeaseState.ENDED
-        del self._leases[id(lease)]
+        del self._leases[lease]
+        self._flights.leave(lease)
         self._pool.give_back(lease.block_table[lease.num_indexed :])
         self._index.let_go(lease.node, now)
         lease.block_table = []
         lease.num_indexed = 0
+        while (excess := self._order.num_over_cap(lease.scope)) > 0:
+            victim = self._order.own_victim(lease.scope, now)
+            if victim is None:
+                return
+            self._index.evict(victim, excess, Cause.QUOTA, now)
+
+    # ---- single flight
+
+    def join_flight(self, lease: Lease, tokens: TokenIds) -> Role:
+        """Before computing `tokens`: `Leading`, compute; `Following`, another lease computes the next blocks.
+
+        A follower asks again, and calls `catch_up`, after each step; it leads when what
+        it waited for is there, or when its leader has ended. `leave_flight` stops waiting.
+        """
+        self._require_open(lease)
+        return self._flights.join(lease, token_bytes(tokens))
+
+    def leave_flight(self, lease: Lease) -> None:
+        """Neither leads nor follows any more; a follower takes over."""
+        self._require_open(lease)
+        self._flights.leave(lease)
+
+    def catch_up(self, lease: Lease, tokens: TokenIds, *, max_cached_tokens: int) -> int:
+        """Looks again for a lease that has computed nothing yet; returns the cached tokens gained.
+
+        The lease's private blocks, if any, go back, and its `copies` are new.
+        """
+        self._require_open(lease)
+        data, now = token_bytes(tokens), self._now()
+        before = lease.cached_tokens
+        match = self._match_further(lease, data, min(len(data), max_cached_tokens * TOKEN_BYTES), now)
+        if match.num_tokens <= before:
+            return 0
+        lease.node = self._index.hold_further(match, now)
+        self._pool.give_back(lease.block_table[lease.num_indexed :])
+        del lease.block_table[lease.num_indexed :]
+        match.path = match.path[1:]
+        self._credit(lease, match, now)
+        self._flights.moved(lease)
+        return lease.cached_tokens - before
+
+    def _match_further(self, lease: Lease, data: bytes, limit_bytes: int, now: float) -> IndexMatch:
+        """Below what the lease holds: first to the end of the public part, then in its own scope."""
+        position = lease.num_indexed * self._block_bytes
+        public_bytes = lease.num_public_blocks * self._block_bytes
+        if position >= public_bytes:
+            gate = lease.node.gates.get(lease.scope)
+            behind = lease.node if gate is None else gate
+            match = self._index.match_below(behind, data, position, limit_bytes)
+            match.path = match.path if gate is None else [lease.node, *match.path]
+            return match
+        match = self._index.match_below(lease.node, data, position, min(limit_bytes, public_bytes))
+        gate = match.path[-1].gates.get(lease.scope)
+        if gate is None or match.inside is not None or match.num_bytes < public_bytes:
+            return match
+        behind_gate = self._index.match_below(gate, data, public_bytes, limit_bytes)
+        behind_gate.path = match.path + behind_gate.path
+        return behind_gate
+
+    # ---- pins
+
+    def pin(self, scope: str, tokens: TokenIds, *, ttl_seconds: float = math.inf) -> Pin:
+        """Keeps the cached full blocks of `tokens` from eviction, until `ttl_seconds` after the last hit.
+
+        Raises `PinBudgetExceeded`. The pin says how many tokens it covers; it may be none.
+        """
+        if not ttl_seconds > 0.0:
+            raise ValueError("ttl_seconds must be positive")
+        data, now = token_bytes(tokens), self._now()
+        match = self._look(scope, data, len(data))
+        if match is None:
+            node = self._index.open_scope(scope, now)
+            self._index.pin(node)
+            self._index.let_go(node, now)
+        else:
+            node = self._index.cut(match)
+            wanted, left = self._index.num_unpinned(match.path), self._max_pinned_blocks - self._num_pinned
+            if wanted > left:
+                raise PinBudgetExceeded(wanted=wanted, left=left)
+            self._num_pinned += wanted
+            self._index.pin(node)
+        num_tokens = 0 if match is None else match.num_bytes // TOKEN_BYTES
+        pin = Pin(
+            scope=scope,
+            num_tokens=num_tokens,
+            ttl_seconds=ttl_seconds,
+            expires_at=now + ttl_seconds,
+            node=node,
+        )
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> bool:
+        """Ends a pin; False when it had ended before."""
+        if not self._pins.remove(pin):
+            return False
+        self._index.unpin(pin.node)
+        self._num_pinned -= self._index.num_unpinned(self._index.path_of(pin.node))
+        return True
+
+    def pins(self) -> list[Pin]:
+        """The standing pins, oldest first."""
+        self._now()
+        return self._pins.standing()
+
+    def _now(self) -> float:
+        """The time; what was due until then has happened."""
+        now = self._clock()
+        while (pin := self._pins.next_due(now)) is not None:
+            self._pins.remove(pin)
+            self._index.lapse(pin.node)
+            self._num_pinned -= self._index.num_unpinned(self._index.path_of(pin.node))
+        return now
+
+    # ---- public prefixes
+
+    def declare_public(self, tokens: TokenIds) -> None:
+        """Full blocks of prompts that begin like `tokens` are shared by all scopes, as far as they do."""
+        data = token_bytes(tokens)
+        data = data[: len(data) // self._block_bytes * self._block_bytes]
+        if data and data not in self._public:
+            insort(self._public, data)
+
+    def _public_bytes(self, data: bytes) -> int:
+        """How much of a prompt is public, in whole blocks: one of two neighbours in byte order says."""
+        public = self._public
+        if not public:
+            return 0
+        at = bisect_left(public, data)
+        common = max(common_prefix(near, data) for near in public[max(at - 1, 0) : at + 1])
+        return common // self._block_bytes * self._block_bytes
+
+    # ---- events
+
+    def take_events(self, timestamp: float) -> NumberedBatch | None:
+        """What happened since the last call, as the next numbered batch."""
+        return None if self._books.events is None else self._books.events.close_batch(timestamp)
+
+    def snapshot(self, timestamp: float) -> NumberedBatch:
+        """All indexed full blocks, in place of every batch up to now."""
+        if self._books.events is None:
+            raise ValueError("this store keeps no events")
+        return self._books.events.snapshot(self._stored_events(), timestamp)
+
+    def _stored_events(self) -> Iterator[BlockStored]:
+        events = self._books.events
+        assert events is not None
+        for node in self._index.nodes():
+            if node.blocks and not node.is_tail:
+                parent = block_before(node, 0)
+                yield events.stored_event(parent=parent, names=node.names, tokens=node.tokens)
+
+    # ---- room
 
     def clear(self) -> None:
-        """Forgets every cached block that nobody holds."""
-        self._pool.give_back(self._index.clear())
+        """Forgets every cached block that nobody holds, and ends every pin."""
+        now = self._now()
+        for pin in self._pins.standing():
+            self.unpin(pin)
+        self._index.clear(now)
+        if self._books.events is not None:
+            self._books.events.cleared_but(self._stored_events())
+
+    def _make_room(self, scope: str, num_free: int, now: float) -> None:
+        """Evicts, one step of the policy at a time, until that many blocks are free or nothing can go."""
+        while (missing := num_free - self._pool.num_free) > 0:
+            victim = self._order.victim(scope, now)
+            if victim is None:
+                return
+            self._index.evict(victim, missing, Cause.PRESSURE, now)
+
+    def _fits_in_index(self, scope: str, num_blocks: int, now: float) -> bool:
+        """Whether so many more blocks may be indexed, once what can go for them is gone."""
+        while self._index.num_bytes + self._index.bytes_to_add(num_blocks) > self._max_index_bytes:
+            victim = self._order.victim(scope, now)
+            if victim is None:
+                return False
+            self._index.evict(victim, num_blocks, Cause.PRESSURE, now)
+        return True
+
+    # ---- misses
+
+    def _miss(
+        self, scope: str, data: bytes, match: IndexMatch | None, limit_bytes: int, max_lost_blocks: int
+    ) -> Miss | None:
+        """Why the match ends where it does, before `limit_bytes`."""
+        if limit_bytes == 0:
+            return Miss(reason=MissReason.BELOW_MINIMUM, token_index=0)
+        num_bytes = 0 if match is None else match.num_bytes
+        token_index = 0 if match is None else match.num_tokens
+        if token_index * TOKEN_BYTES >= limit_bytes:
+            return None
+        if match is not None and match.num_inside == 0:
+            rest = data[num_bytes : num_bytes + self._block_bytes]
+            if self._flights.writer_after(match.path[-1], rest) is not None:
+                return Miss(reason=MissReason.NOT_YET_WRITTEN, token_index=token_index)
+        return self._departed(scope, data, match, token_index, max_lost_blocks) or self._never_there(
+            match, token_index
+        )
+
+    def _departed(
+        self, scope: str, data: bytes, match: IndexMatch | None, token_index: int, max_lost_blocks: int
+    ) -> Miss | None:
+        """The miss of blocks that were there once."""
+        num_bytes = 0 if match is None else match.num_bytes
+        end = min(num_bytes + max_lost_blocks * self._block_bytes, len(data))
+        names = self._namer.chain_bytes(self._name_before(scope, data, match), data[num_bytes:end])
+        departure = self._books.ghosts.find(names[0]) if names else None
+        if departure is None:
+            return None
+        num_lost = next(
+            (n for n, name in enumerate(names) if self._books.ghosts.find(name) is None), len(names)
+        )
+        reason = MissReason.EXPIRED if departure.cause is Cause.EXPIRED else MissReason.EVICTED
+        return Miss(
+            reason=reason,
+            token_index=token_index,
+            gone_at=departure.at,
+            cause=departure.cause,
+            lost_tokens=(num_bytes + num_lost * self._block_bytes) // TOKEN_BYTES - token_index,
+        )
+
+    def _name_before(self, scope: str, data: bytes, match: IndexMatch | None) -> bytes:
+        """The name that the name of the first missing block continues from."""
+        public_bytes = self._public_bytes(data)
+        if match is None:
+            return self._namer.root(PUBLIC_SCOPE if public_bytes else scope)
+        if match.inside is not None and match.num_inside:
+            name = match.inside.names[: match.num_inside * 16][-16:]
+        else:
+            name = match.path[-1].last_name
+        if match.num_bytes == public_bytes > 0 and match.path[-1].scope == PUBLIC_SCOPE:
+            return self._namer.enter_scope(name, scope)
+        return name
+
+    def _never_there(self, match: IndexMatch | None, token_index: int) -> Miss | None:
+        """The miss of tokens that the nearest cached prompt does not have; None if it just ends there."""
+        if token_index == 0:
+            return Miss(reason=MissReason.NO_SHARED_PREFIX, token_index=0)
+        assert match is not None
+        if match.inside is not None or match.path[-1].children:
+            return Miss(reason=MissReason.DIVERGED, token_index=token_index)
+        return None
+
+    # ---- invariants
 
     def _require_open(self, lease: Lease) -> None:
         if lease.state is not LeaseState.OPEN:
             raise LeaseEnded("the lease has ended")
-        assert self._leases.get(id(lease)) is lease, "a lease of another store"
+        assert lease in self._leases, "a lease of another store"
 
     def _check_written(self, lease: Lease, tokens: TokenIds, num_written: int) -> None:
         if not 0 <= num_written <= len(tokens):
@@ -224,27 +545,43 @@ class PrefixStore:
             )
 
     def check(self) -> None:
-        """Asserts every invariant of pool, index and leases together. O(blocks)."""
+        """Asserts every invariant of pool, index, leases, pins and flights together. O(blocks)."""
         self._pool.check()
         self._index.check()
+        self._flights.check()
         where: dict[BlockId, str] = dict.fromkeys(self._pool.free_blocks(), "free")
         for node in self._index.nodes():
             for block in node.blocks:
                 assert block not in where, f"block {block} is in the index and {where[block]}"
                 where[block] = "indexed"
-        for lease in self._leases.values():
+        for lease in self._leases:
             self._check_lease(lease, where)
         assert len(where) == self._pool.total, "a block is lost"
+        self._check_holders()
         counts = self.counts
         assert counts.free + counts.cached + counts.held == counts.total
+        assert self._index.num_bytes <= self._max_index_bytes
 
     def _check_lease(self, lease: Lease, where: dict[BlockId, str]) -> None:
         assert lease.state is LeaseState.OPEN
-        path: list[BlockId] = []
-        for node in reversed(self._index.path_of(lease.node)):
-            assert node.holders > 0, "a leased path is not held"
-            path += node.blocks
+        path = [block for node in reversed(self._index.path_of(lease.node)) for block in node.blocks]
         assert lease.block_table[: lease.num_indexed] == path, "a lease and the index differ"
         for block in lease.block_table[lease.num_indexed :]:
             assert block not in where, f"private block {block} is also {where[block]}"
             where[block] = "private"
+
+    def _check_holders(self) -> None:
+        """Every node counts exactly the leases and pins that end at it or below."""
+        holders: Counter[Node] = Counter()
+        for lease in self._leases:
+            holders.update(self._index.path_of(lease.node))
+        pins: Counter[Node] = Counter()
+        for pin in self._pins.standing():
+            assert pin in pin.node.pins_ending_here
+            pins.update(self._index.path_of(pin.node))
+        num_pinned = 0
+        for node in self._index.nodes():
+            assert node.holders == holders[node], "holders are miscounted"
+            assert node.pins == pins[node], "pins are miscounted"
+            num_pinned += len(node.blocks) if node.pins else 0
+        assert num_pinned == self._num_pinned <= self._max_pinned_blocks
