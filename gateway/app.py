@@ -128,13 +128,10 @@ def build_gateway(settings: Settings) -> Gateway:
 
 
 def build_app(gateway: Gateway, *, extra_routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The ASGI application. `extra_routes` is where pages such as the dashboard are mounted."""
+    """The ASGI application, to be served inside `gateway.running()`.
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with gateway.running():
-            yield
-
+    `extra_routes` is where pages such as the dashboard are mounted.
+    """
     chat = ChatCompletions(
         settings=gateway.settings,
         secret=gateway.secret,
@@ -155,7 +152,6 @@ def build_app(gateway: Gateway, *, extra_routes: Sequence[BaseRoute] = ()) -> St
             Route("/metrics", _metrics, methods=["GET"]),
             *extra_routes,
         ],
-        lifespan=lifespan,
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_unexpected},
     )
     app.router.redirect_slashes = False

@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from billing.accounts import KeyDigest, KeyHasher, Principal
-from billing.errors import MalformedKey
+from billing.errors import DatabaseUnavailable, MalformedKey
 from billing.ids import TenantId
-from gateway.edge.errors import Unauthenticated
+from gateway.edge.errors import ServiceUnavailable, Unauthenticated
 from gateway.secrets import DeploymentSecret
 from model_worker.protocol import Scope
 
@@ -86,7 +86,9 @@ class Authenticator:
         self._asking: dict[KeyDigest, asyncio.Future[Principal | None]] = {}
 
     async def authenticate(self, key: str) -> Principal:
-        """Raises `Unauthenticated` for a key that is malformed, unknown, expired or revoked."""
+        """Raises `Unauthenticated` for a key that is malformed, unknown, expired or revoked, and
+        `ServiceUnavailable` when the keys cannot be read.
+        """
         try:
             digest = self._hasher.digest(key)
         except MalformedKey:
@@ -108,7 +110,10 @@ class Authenticator:
             self._asking[digest] = asking
             asking.add_done_callback(lambda done: self._answered(digest, asked_at, done))
         # Shielded: one asker that hangs up must not take the answer from the others.
-        return await asyncio.shield(asking)
+        try:
+            return await asyncio.shield(asking)
+        except DatabaseUnavailable as error:
+            raise ServiceUnavailable("Keys cannot be checked at the moment.") from error
 
     def _answered(self, digest: KeyDigest, asked_at: float, done: asyncio.Future[Principal | None]) -> None:
         del self._asking[digest]

@@ -32,7 +32,7 @@ MAX_STOP_CHARACTERS: Final = 256
 
 FinishReason = Literal["stop", "length"]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Limit = Annotated[int, Meta(ge=1)]
+Limit = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ShortText = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
 
@@ -66,7 +66,7 @@ class _ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None

@@ -1,0 +1,5 @@
+"""`python -m gateway` is the command `headstart`."""
+
+from gateway.cli import main
+
+main()

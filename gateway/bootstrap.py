@@ -1,0 +1,82 @@
+"""The first start: a schema, prices, a tenant and a key, so that a fresh machine can be used at once.
+
+Knows billing's calls and the file that keeps the first key. Does not know
+HTTP or workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from billing import instants
+from billing.accounts import (
+    KeyHasher,
+    Tenant,
+    authenticate,
+    create_key,
+    create_tenant,
+    list_keys,
+    list_tenants,
+)
+from billing.db import Database, migrate
+from billing.errors import MalformedKey
+from billing.price_sheet import default_price_sheet
+from billing.prices import ensure_published
+from gateway.secrets import create_private_file
+
+FIRST_TENANT: Final = "default"
+FIRST_LABEL: Final = "first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstKey:
+    """A key that works. `is_new` says that it was made just now."""
+
+    text: str
+    is_new: bool
+
+
+def prepare_database(url: str, database: Database) -> None:
+    """Brings the schema to this code's version, and publishes the default prices where there are none."""
+    migrate(url)
+    ensure_published(database, default_price_sheet(), clock=instants.now)
+
+
+def ensure_first_key(database: Database, hasher: KeyHasher, path: Path) -> FirstKey | None:
+    """The key kept in `path`, if it still works; a new one for a database in which nobody has any.
+
+    None when others made the keys: then they know them, and we cannot.
+    """
+    kept = _kept_key(database, hasher, path)
+    if kept is not None:
+        return FirstKey(text=kept, is_new=False)
+    tenant = _first_tenant(database)
+    if tenant is None:
+        return None
+    _, text = create_key(database, tenant_id=tenant.id, label=FIRST_LABEL, hasher=hasher, now=instants.now())
+    path.unlink(missing_ok=True)
+    create_private_file(path, lambda: text + "\n")
+    return FirstKey(text=text, is_new=True)
+
+
+def _kept_key(database: Database, hasher: KeyHasher, path: Path) -> str | None:
+    try:
+        text = path.read_text("ascii").strip()
+        principal = authenticate(database, hasher.digest(text), now=instants.now())
+    except (FileNotFoundError, UnicodeDecodeError, MalformedKey):
+        return None
+    return text if principal is not None else None
+
+
+def _first_tenant(database: Database) -> Tenant | None:
+    """The default tenant, made now if there is none, as long as nobody has a key yet."""
+    tenants = list_tenants(database)
+    if not tenants:
+        return create_tenant(database, name=FIRST_TENANT, now=instants.now())
+    only = tenants[0]
+    is_untouched = (
+        len(tenants) == 1 and only.name == FIRST_TENANT and not list_keys(database, tenant_id=only.id)
+    )
+    return only if is_untouched else None

@@ -1,0 +1,340 @@
+"""The command `headstart`: serve, operate, report.
+
+Knows arguments and how a result is shown. Does not know how anything is done:
+each command calls one owner. Torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+from uuid import UUID
+
+import typer
+import uvloop
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from billing import instants
+from billing.accounts import (
+    Role,
+    create_key,
+    create_tenant,
+    find_tenant,
+    list_keys,
+    list_tenants,
+    revoke_key,
+)
+from billing.db import Database, open_database, schema_is_current
+from billing.errors import BillingError
+from billing.ids import ApiKeyId
+from billing.instants import Microseconds
+from billing.money import format_basis_points, format_dollars
+from billing.reports import UsageReport, usage_report
+from gateway.app import Gateway, build_app, build_gateway
+from gateway.auth import key_hasher
+from gateway.bootstrap import FIRST_TENANT, FirstKey, ensure_first_key, prepare_database
+from gateway.child import WorkerChild, WorkerEnded, WorkerSlow, worker_command
+from gateway.logs import configure_logs
+from gateway.secrets import SecretUnusable, load_secret
+from gateway.serving import PortTaken, Stop, listen, run_gateway, run_with_worker
+from gateway.settings import Settings
+
+EXIT_REFUSED: Final = 1
+EXIT_USAGE: Final = 2
+
+app = typer.Typer(
+    name="headstart",
+    help="A prompt-caching gateway: each shared prompt prefix is computed once and billed once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+tenants = typer.Typer(no_args_is_help=True, help="Who is billed.")
+keys = typer.Typer(no_args_is_help=True, help="How tenants prove who they are.")
+app.add_typer(tenants, name="tenants")
+app.add_typer(keys, name="keys")
+
+TenantOption = Annotated[str, typer.Option("--tenant", help="A tenant's name.")]
+PortOption = Annotated[int | None, typer.Option(help="Default HEADSTART_PORT, else 8080.")]
+
+
+class CommandRefused(Exception):
+    """The command cannot do what was asked. The message says why and what to do."""
+
+
+def main() -> None:
+    """Entry point: a refusal is one line on standard error, never a stack trace."""
+    try:
+        app()
+    except ValidationError as error:
+        _end(_settings_fault(error), EXIT_USAGE)
+    except (CommandRefused, BillingError, SecretUnusable, PortTaken, WorkerEnded, WorkerSlow) as error:
+        _end(str(error), EXIT_REFUSED)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Option(help="A local folder or hub id; default HEADSTART_MODEL.")
+    ] = None,
+    port: PortOption = None,
+) -> None:
+    """Start a gateway and its worker on this machine. Ctrl-C stops both."""
+    settings = _settings(model=model, port=port)
+    configure_logs(settings.log_level)
+    with listen(settings.host, settings.port) as listener:
+        actual_port: int = listener.getsockname()[1]
+        gateway = build_gateway(settings)
+        prepare_database(settings.database, gateway.database)
+        first_key = ensure_first_key(gateway.database, key_hasher(gateway.secret), settings.first_key_file)
+        child = WorkerChild(
+            worker_command(settings.model),
+            block_seed=gateway.secret.block_seed(),
+            start_timeout_seconds=settings.worker_start_timeout_seconds,
+        )
+        uvloop.run(
+            run_with_worker(
+                gateway,
+                build_app(gateway),
+                listener,
+                child,
+                Stop(),
+                lambda: typer.echo(_welcome(gateway, actual_port, first_key)),
+            )
+        )
+    typer.echo("Headstart has stopped.")
+
+
+@app.command(name="gateway")
+def serve_gateway(
+    port: PortOption = None,
+    worker_url: Annotated[str | None, typer.Option(help="Default HEADSTART_WORKER_URL.")] = None,
+) -> None:
+    """Start a gateway alone, in front of a worker that runs elsewhere."""
+    settings = _settings(port=port, worker_url=worker_url)
+    if settings.worker_url is None:
+        raise CommandRefused("no worker: set HEADSTART_WORKER_URL or give --worker-url")
+    configure_logs(settings.log_level)
+    with listen(settings.host, settings.port) as listener:
+        address = f"http://{settings.host}:{listener.getsockname()[1]}/v1"
+        gateway = build_gateway(settings)
+        _require_current(gateway.database)
+        uvloop.run(
+            run_gateway(
+                gateway,
+                build_app(gateway),
+                listener,
+                Stop(),
+                lambda: typer.echo(f"Headstart's gateway listens on {address}"),
+            )
+        )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def worker(context: typer.Context) -> None:
+    """Start a model worker alone; every argument is passed on to `python -m model_worker`."""
+    seed = os.environ.get("HEADSTART_BLOCK_SEED") or load_secret(_settings()).block_seed()
+    command = [sys.executable, "-m", "model_worker", *context.args]
+    os.execve(sys.executable, command, {**os.environ, "HEADSTART_BLOCK_SEED": seed})  # noqa: S606
+
+
+@app.command()
+def migrate(
+    first_key: Annotated[
+        bool, typer.Option("--first-key", help="Also make the first tenant and key, if there is none.")
+    ] = False,
+) -> None:
+    """Bring the database's schema to this version, and publish the default prices where there are none."""
+    settings = _settings()
+    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open_database(settings.database) as database:
+        prepare_database(settings.database, database)
+        typer.echo("The schema is current.")
+        if first_key:
+            hasher = key_hasher(load_secret(settings))
+            made = ensure_first_key(database, hasher, settings.first_key_file)
+            typer.echo(_about_first_key(made, settings))
+
+
+@tenants.command("create")
+def tenants_create(name: str) -> None:
+    """Add a tenant."""
+    with _database() as database:
+        tenant = create_tenant(database, name=name, now=instants.now())
+    typer.echo(f"{tenant.name} {tenant.id}")
+
+
+@tenants.command("list")
+def tenants_list() -> None:
+    """Show every tenant."""
+    with _database() as database:
+        rows = [(tenant.name, str(tenant.id), _shown(tenant.created_at)) for tenant in list_tenants(database)]
+    _print_table(("tenant", "id", "created"), rows)
+
+
+@keys.command("create")
+def keys_create(
+    tenant: TenantOption,
+    label: Annotated[str, typer.Option(help="What the key is for; unique among the tenant's live keys.")],
+    admin: Annotated[bool, typer.Option("--admin", help="May see every tenant's business.")] = False,
+) -> None:
+    """Make a key. It is printed once, alone on standard output, and kept nowhere."""
+    with _database() as database:
+        _, text = create_key(
+            database,
+            tenant_id=find_tenant(database, name=tenant).id,
+            label=label,
+            hasher=key_hasher(load_secret(_settings())),
+            now=instants.now(),
+            role=Role.ADMIN if admin else Role.TENANT,
+        )
+    typer.echo(text)
+    typer.echo("Keep it: it cannot be shown again.", err=True)
+
+
+@keys.command("list")
+def keys_list(tenant: TenantOption) -> None:
+    """Show a tenant's keys, without their secret part."""
+    with _database() as database:
+        found = list_keys(database, tenant_id=find_tenant(database, name=tenant).id)
+    rows = [
+        (
+            str(key.id),
+            key.label,
+            key.prefix,
+            key.role.value,
+            _shown(key.created_at),
+            _shown(key.revoked_at) if key.revoked_at is not None else "",
+        )
+        for key in found
+    ]
+    _print_table(("id", "label", "prefix", "role", "created", "revoked"), rows)
+
+
+@keys.command("revoke")
+def keys_revoke(key_id: UUID) -> None:
+    """Make a key useless, within a second, for ever. KEY_ID is what `keys list` shows."""
+    with _database() as database:
+        revoke_key(database, key_id=ApiKeyId(key_id), now=instants.now())
+    typer.echo("revoked")
+
+
+@app.command()
+def usage(
+    tenant: TenantOption,
+    since: Annotated[datetime | None, typer.Option(help="UTC, included; default: the beginning.")] = None,
+    until: Annotated[datetime | None, typer.Option(help="UTC, excluded; default: now.")] = None,
+) -> None:
+    """Show what a tenant used, paid and saved."""
+    start = _instant(since) if since is not None else Microseconds(0)
+    end = _instant(until) if until is not None else Microseconds(instants.now() + 1)
+    if end < start:
+        raise CommandRefused("--until is before --since")
+    with _database() as database:
+        tenant_id = find_tenant(database, name=tenant).id
+        report = usage_report(database, tenant_id=tenant_id, start=start, end=end)
+    _print_table(("usage", tenant), _report_rows(report), right_aligned=True)
+
+
+def _settings(**given: object) -> Settings:
+    """From the environment, with what was given on the command line before it."""
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Settings(**chosen)
+
+
+def _settings_fault(error: ValidationError) -> str:
+    faults = (f"HEADSTART_{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors())
+    return "; ".join(faults)
+
+
+@contextmanager
+def _database() -> Iterator[Database]:
+    with open_database(_settings().database) as database:
+        _require_current(database)
+        yield database
+
+
+def _require_current(database: Database) -> None:
+    if not database.is_reachable():
+        raise CommandRefused("the database cannot be reached")
+    if not schema_is_current(database):
+        raise CommandRefused("the database is not at this version's schema: run headstart migrate")
+
+
+def _welcome(gateway: Gateway, port: int, first_key: FirstKey | None) -> str:
+    """What a person needs to send a first request, ready to paste."""
+    settings = gateway.settings
+    base_url = f"http://{settings.host}:{port}/v1"
+    card = gateway.roster.workers[0].card
+    assert card is not None, "announced only when the worker is ready"
+    key = first_key.text if first_key is not None else "YOUR_KEY"
+    question = [{"role": "user", "content": "What is a prompt cache?"}]
+    body = json.dumps({"model": card.model, "messages": question})
+    lines = (
+        "",
+        f"Headstart is ready. It serves {card.model} on {card.device}. Ctrl-C stops it.",
+        _about_first_key(first_key, settings),
+        "",
+        f"export OPENAI_BASE_URL={base_url}",
+        f"export OPENAI_API_KEY={key}",
+        f"curl {base_url}/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}",
+        "",
+    )
+    return "\n".join(lines)
+
+
+def _about_first_key(first_key: FirstKey | None, settings: Settings) -> str:
+    if first_key is None:
+        return f"Keys exist; make another with: headstart keys create --tenant {FIRST_TENANT} --label NAME"
+    made = "A first key was made" if first_key.is_new else "The first key is still valid"
+    where = f"kept, readable by you alone, in {settings.first_key_file}"
+    return f"{made} for tenant '{FIRST_TENANT}'; it is {where}"
+
+
+def _report_rows(report: UsageReport) -> list[tuple[str, str]]:
+    totals = report.totals
+    money: Callable[[int], str] = lambda amount: f"{format_dollars(amount)} {report.currency}"  # noqa: E731
+    return [
+        ("requests", f"{totals.requests:,}"),
+        ("uncached tokens", f"{totals.uncached_tokens:,}"),
+        ("cached tokens", f"{totals.read_tokens:,}"),
+        ("written tokens", f"{totals.written_tokens:,}"),
+        ("output tokens", f"{totals.output_tokens:,}"),
+        ("hit share", f"{format_basis_points(totals.hit_basis_points)} %"),
+        ("amount", money(totals.amount_pusd)),
+        ("amount without cache", money(totals.amount_without_cache_pusd)),
+        ("saved", money(totals.saved_pusd)),
+    ]
+
+
+def _print_table(header: tuple[str, ...], rows: list[Any], *, right_aligned: bool = False) -> None:
+    table = Table(*header[:1], header_style="bold")
+    for name in header[1:]:
+        table.add_column(name, justify="right" if right_aligned else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+
+
+def _instant(moment: datetime) -> Microseconds:
+    return instants.from_datetime(moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+
+
+def _shown(instant: Microseconds) -> str:
+    return instants.to_datetime(instant).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _end(message: str, status: int) -> None:
+    typer.echo(f"headstart: {message}", err=True)
+    raise SystemExit(status)
