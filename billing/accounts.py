@@ -140,7 +140,7 @@ def create_key(
     Raises InvalidName, NameTaken (a live key of the tenant has the label) or UnknownTenant.
     """
     _require_name("a key's label", label)
-    prefix, full = _generate_key()
+    prefix, full = generate_key()
     key = ApiKey(
         id=ApiKeyId(new_id()),
         tenant_id=tenant_id,
@@ -204,7 +204,8 @@ def authenticate(db: Database, digest: KeyDigest, *, now: Microseconds) -> Princ
     )
 
 
-def _generate_key() -> tuple[str, str]:
+def generate_key() -> tuple[str, str]:
+    """The part that may be shown, and the full key."""
     prefix = "hs-" + _random_text(_SHOWN_CHARACTERS)
     return prefix, f"{prefix}-{_random_text(_SECRET_CHARACTERS)}"
 

@@ -18,9 +18,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from billing.errors import SchemaUnknown, UnsupportedDatabase
+from billing.errors import DatabaseUnavailable, SchemaUnknown, UnsupportedDatabase
 
 BUSY_TIMEOUT_MS = 5_000
 STATEMENT_TIMEOUT_MS = 15_000
@@ -61,15 +62,22 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent snapshot. Changes made in it are refused or rolled back."""
-        with self._reader.connect() as connection, connection.begin() as transaction:
+        """One consistent snapshot. Changes made in it are refused or rolled back.
+
+        Raises DatabaseUnavailable when the database fails to answer; see `write`.
+        """
+        with _failures_named(), self._reader.connect() as connection, connection.begin() as transaction:
             yield connection
             transaction.rollback()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction: commits at the end of the block, rolls back when it raises."""
-        with self._writer.begin() as connection:
+        """One transaction: commits at the end of the block, rolls back when it raises.
+
+        Raises DatabaseUnavailable when the database fails to answer. What it answers to a
+        statement that breaks a rule (IntegrityError, DataError) passes through.
+        """
+        with _failures_named(), self._writer.begin() as connection:
             yield connection
 
     def is_reachable(self) -> bool:
@@ -77,7 +85,7 @@ class Database:
         try:
             with self.read() as connection:
                 connection.execute(select(1))
-        except SQLAlchemyError:
+        except DatabaseUnavailable:
             return False
         return True
 
@@ -86,6 +94,18 @@ class Database:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except (IntegrityError, DataError):
+        raise
+    except (DBAPIError, PoolTimeoutError) as error:
+        # The driver's words alone: SQLAlchemy's would quote the statement and its values.
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        raise DatabaseUnavailable(f"the database fails: {cause}") from error
 
 
 def open_database(url: str) -> Database:

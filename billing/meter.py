@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import StatementError
 
 from billing import instants, ledger
 from billing.backoff import Backoff, nanoseconds
@@ -36,6 +36,7 @@ from billing.db import Database
 from billing.errors import (
     AmountTooLarge,
     BillingError,
+    DatabaseUnavailable,
     InvalidUsage,
     MeterClosed,
     MeterOverloaded,
@@ -55,7 +56,7 @@ _State = Literal["new", "running", "closing", "closed"]
 
 _DATABASE_AWAY: Final = "the database is away"
 
-_NEVER_POSTABLE: Final = (IntegrityError, DataError, UnpricedModel, AmountTooLarge)
+_NEVER_POSTABLE: Final = (StatementError, UnpricedModel, AmountTooLarge)
 """What is the event's own fault: trying again cannot help."""
 
 SWEEP_TIMEOUT_SECONDS: Final = 60
@@ -412,13 +413,13 @@ class Meter:
                 refusals = ledger.admit_priced(
                     connection, admissions, owner=self._owner, lease=self._limits.lease
                 )
-        except (IntegrityError, DataError) as error:
+        except StatementError as error:
             if len(live) > 1:  # one of them spoils the batch, so each gets its own transaction
                 for waiting in live:
                     self._commit_admissions([waiting])
                 return
             refusals = [InvalidUsage(f"the database refuses the admission: {error.orig}")]
-        except SQLAlchemyError as error:
+        except DatabaseUnavailable as error:
             self._database_failed(error)
             refusals = [MeterUnavailable(_DATABASE_AWAY) for _ in live]
         else:
@@ -457,7 +458,7 @@ class Meter:
                 return all(self._post([event]) for event in events)
             self._reject(events[0], error)
             return True
-        except SQLAlchemyError as error:
+        except DatabaseUnavailable as error:
             self._database_failed(error)
             return False
         self._database_answered()
@@ -510,7 +511,7 @@ class Meter:
                 continue
             try:
                 num_swept = self._sweep(now)
-            except SQLAlchemyError as error:
+            except DatabaseUnavailable as error:
                 self._database_failed(error)
                 _fail(outcome, MeterUnavailable(_DATABASE_AWAY))
             else:
@@ -580,7 +581,7 @@ class Meter:
             self._journal_tries.fail()
         _logger.error("journal: %s", error)
 
-    def _database_failed(self, error: SQLAlchemyError) -> None:
+    def _database_failed(self, error: DatabaseUnavailable) -> None:
         _logger.error("database: %s", error)
         with self._changed:
             self._counts["database_failures"] += 1
