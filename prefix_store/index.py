@@ -228,10 +228,15 @@ class RadixIndex:
             self._let_go(step, now)
             step = parent
 
-    def hold_path(self, node: Node, now: float) -> None:
-        """Holds a node and all before it, without a prompt having found it: undone by `let_go`."""
+    def shield(self, node: Node) -> None:
+        """Keeps a node and all before it from eviction until `unshield`, without counting as use."""
         for step in self.path_of(node):
-            self._hold(step, now)
+            self._hold(step, step.last_used)
+
+    def unshield(self, node: Node) -> None:
+        """Undoes `shield`."""
+        for step in self.path_of(node):
+            self._let_go(step, step.last_used)
 
     def hit_tail(self, node: Node, now: float) -> None:
         """A prompt found a tail, and copies from it without holding it."""
@@ -363,7 +368,8 @@ class RadixIndex:
         """
         for key in node.keys_near(tokens):
             if key.startswith(tokens):
-                self._touch(node.children[key], now)
+                if key == tokens:
+                    self._touch(node.children[key], now)
                 return False
         tail = self._insert(node, tokens, b"", [block], kind, now)
         self._pool.park(1)
@@ -564,6 +570,7 @@ class RadixIndex:
         assert not (idle and node.is_entry), "an entry that leads nowhere was kept"
         assert node.pins >= len(node.pins_ending_here)
         if node.is_entry:
+            assert not node.pins_ending_here
             assert node.tokens == b""
         elif node.is_tail:
             assert 0 < len(node.tokens) < self._block_bytes

@@ -182,9 +182,9 @@ class PrefixStore:
             self._index.hit_tail(source, now)
         if not self._pool.num_free:
             # The source must outlive the search for room.
-            self._index.hold_path(source, now)
+            self._index.shield(source)
             self._make_room(lease.scope, 1, now)
-            self._index.let_go(source, now)
+            self._index.unshield(source)
         if not self._pool.num_free:
             return
         [target] = self._pool.take(1)
@@ -344,30 +344,30 @@ class PrefixStore:
 
     # ---- pins
 
-    def pin(self, scope: str, tokens: TokenIds, *, ttl_seconds: float = math.inf) -> Pin:
+    def pin(self, scope: str, tokens: TokenIds, *, ttl_seconds: float = math.inf) -> Pin | None:
         """Keeps the cached full blocks of `tokens` from eviction, until `ttl_seconds` after the last hit.
 
-        Raises `PinBudgetExceeded`. The pin says how many tokens it covers; it may be none.
+        Raises `PinBudgetExceeded`. The pin says how many tokens it covers; None when
+        not one full block is cached.
         """
         if not ttl_seconds > 0.0:
             raise ValueError("ttl_seconds must be positive")
         data, now = token_bytes(tokens), self._now()
         match = self._look(scope, data, len(data))
-        if match is None:
-            node = self._index.open_scope(scope, now)
-            self._index.pin(node)
-            self._index.let_go(node, now)
-        else:
-            node = self._index.cut(match)
-            wanted, left = self._index.num_unpinned(match.path), self._max_pinned_blocks - self._num_pinned
-            if wanted > left:
-                raise PinBudgetExceeded(wanted=wanted, left=left)
-            self._num_pinned += wanted
-            self._index.pin(node)
-        num_tokens = 0 if match is None else match.num_bytes // TOKEN_BYTES
+        if match is None or match.num_bytes == 0:
+            return None
+        node = self._index.cut(match)
+        while node.is_entry:
+            match.path.pop()
+            node = match.path[-1]
+        wanted, left = self._index.num_unpinned(match.path), self._max_pinned_blocks - self._num_pinned
+        if wanted > left:
+            raise PinBudgetExceeded(wanted=wanted, left=left)
+        self._num_pinned += wanted
+        self._index.pin(node)
         pin = Pin(
             scope=scope,
-            num_tokens=num_tokens,
+            num_tokens=match.num_bytes // TOKEN_BYTES,
             ttl_seconds=ttl_seconds,
             expires_at=now + ttl_seconds,
             node=node,
