@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 from billing import instants
 from billing.accounts import KeyDigest, Principal, authenticate
 from billing.db import Database, open_database
+from billing.instants import Clock
 from billing.meter import Meter
 from gateway.auth import Authenticator, bearer_key, key_hasher
 from gateway.chat import ChatCompletions
@@ -35,6 +36,8 @@ from gateway.roster import Roster
 from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
 from gateway.settings import Settings
+from gateway.web.routes import Dashboard
+from gateway.web.sessions import SessionStore
 from gateway.workers import PhaseTimeouts
 
 PROMPT_THREADS: Final = 2
@@ -127,10 +130,12 @@ def build_gateway(settings: Settings) -> Gateway:
     )
 
 
-def build_app(gateway: Gateway, *, extra_routes: Sequence[BaseRoute] = ()) -> Starlette:
+def build_app(
+    gateway: Gateway, *, extra_routes: Sequence[BaseRoute] = (), clock: Clock = instants.now
+) -> Starlette:
     """The ASGI application, to be served inside `gateway.running()`.
 
-    `extra_routes` is where pages such as the dashboard are mounted.
+    `clock` tells the dashboard which day it is.
     """
     chat = ChatCompletions(
         settings=gateway.settings,
@@ -150,6 +155,7 @@ def build_app(gateway: Gateway, *, extra_routes: Sequence[BaseRoute] = ()) -> St
             Route("/health/liveness", _liveness, methods=["GET"]),
             Route("/health/readiness", _readiness, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
+            *_dashboard(gateway, clock).routes(),
             *extra_routes,
         ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_unexpected},
@@ -164,6 +170,21 @@ def _timeouts(settings: Settings) -> PhaseTimeouts:
         connect_seconds=settings.connect_timeout_seconds,
         first_event_seconds=settings.first_event_timeout_seconds,
         between_events_seconds=settings.between_events_timeout_seconds,
+    )
+
+
+def _dashboard(gateway: Gateway, clock: Clock) -> Dashboard:
+    return Dashboard(
+        database=gateway.database,
+        hasher=key_hasher(gateway.secret),
+        meter=gateway.meter,
+        form_key=gateway.secret.subkey("dashboard-form"),
+        executor=gateway.database_threads,
+        model_name=lambda: next(
+            (worker.card.model for worker in gateway.roster.workers if worker.card), None
+        ),
+        clock=clock,
+        sessions=SessionStore(clock),
     )
 
 

@@ -1,0 +1,60 @@
+"""Templates, and the headers that every page carries.
+
+Knows Jinja and browsers' security headers. Does not know sessions or usage.
+Everything that a template prints is escaped; no page holds a script of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from gateway.web.assets import Asset
+
+_CONTENT_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        # Plotly sets style attributes and makes a style element. Neither can run anything.
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+PAGE_HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": _CONTENT_SECURITY_POLICY,
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=()",
+}
+
+_templates: Final = Environment(
+    loader=PackageLoader("gateway.web"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(template: str, assets: Mapping[str, Asset], *, status: int = 200, **values: Any) -> HTMLResponse:
+    """A page. Raises Jinja's `UndefinedError` when a value that the template needs is missing."""
+    text = _templates.get_template(template).render(
+        **values, asset={name: asset.address for name, asset in assets.items()}
+    )
+    return HTMLResponse(text, status_code=status, headers=dict(PAGE_HEADERS))
+
+
+def go_to(address: str) -> Response:
+    """After a form: the browser asks for the page with GET, so that reloading posts nothing again."""
+    return RedirectResponse(address, status_code=303, headers=dict(PAGE_HEADERS))
