@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Final
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, FromClause, func, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, FromClause, cast, func, literal_column, select
 
 from billing import schema
 from billing.db import Database
@@ -27,7 +27,7 @@ _events = schema.usage_events.c
 _lines = schema.ledger_lines.c
 
 _EVENT_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
-    "requests": literal_column("1", BigInteger()),
+    "requests": cast(literal_column("1"), BigInteger()),
     "uncached_tokens": _events.uncached_tokens,
     "read_tokens": _events.read_tokens,
     "written_tokens": _events.write_auto_tokens + _events.write_5m_tokens + _events.write_1h_tokens,
@@ -148,9 +148,10 @@ def _sums_by_bucket(
     }
 
 
+# Literals, because PostgreSQL shifts by a 32-bit integer and a parameter would be a 64-bit one.
 def _high(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_rshift(_HALF_BITS)
+    return column.bitwise_rshift(literal_column(str(_HALF_BITS)))
 
 
 def _low(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_and(_HALF_MASK)
+    return column.bitwise_and(literal_column(str(_HALF_MASK)))
