@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
@@ -89,6 +89,11 @@ def serve(
 ) -> None:
     """Start a gateway and its worker on this machine. Ctrl-C stops both."""
     settings = _settings(model=model, port=port)
+    serve_locally(settings, worker_command(settings.model))
+
+
+def serve_locally(settings: Settings, command: Sequence[str]) -> None:
+    """A gateway and the worker that the command starts, until a signal. Raises what its parts raise."""
     configure_logs(settings.log_level)
     with listen(settings.host, settings.port) as listener:
         actual_port: int = listener.getsockname()[1]
@@ -96,7 +101,7 @@ def serve(
         prepare_database(settings.database, gateway.database)
         first_key = ensure_first_key(gateway.database, key_hasher(gateway.secret), settings.first_key_file)
         child = WorkerChild(
-            worker_command(settings.model),
+            command,
             block_seed=gateway.secret.block_seed(),
             start_timeout_seconds=settings.worker_start_timeout_seconds,
         )

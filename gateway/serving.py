@@ -88,6 +88,7 @@ async def serving(
         log_config=None,
         access_log=False,
         server_header=False,
+        ws="none",
         timeout_graceful_shutdown=HANG_UP_GRACE_SECONDS,
     )
     server = _Server(config)

@@ -1,22 +1,15 @@
 """Messages to token ids, through a small tokenizer and templates written for the purpose."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from gateway.edge.canonical import Message
 from gateway.edge.errors import InvalidRequest
 from gateway.prompt import ChatTemplate, PromptFilesUnusable, PromptTooLong, load_encoder
+from tests.unit.gateway.tiny_tokenizer import CHATML, decoded, prompt_files
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 USER = Message(role="user", text="hi")
 WINDOW = 10_000
 
@@ -25,37 +18,14 @@ def now() -> datetime:
     return datetime(2026, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def tokenizer_json() -> bytes:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
-    )
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=64)
-    return tokenizer.to_str().encode()
-
-
-def files(template: str = CHATML, **config: object) -> dict[str, bytes]:
-    return {
-        "tokenizer.json": tokenizer_json(),
-        "tokenizer_config.json": json.dumps(config).encode(),
-        "chat_template.jinja": template.encode(),
-    }
-
-
 def render(template: str, *messages: Message, special_tokens: dict[str, str] | None = None) -> str:
     return ChatTemplate(template, special_tokens or {}, now).render(messages or (USER,))
 
 
 def test_a_conversation_becomes_the_ids_of_its_rendered_text():
-    encoder = load_encoder(files(), now=now)
+    encoder = load_encoder(prompt_files(), now=now)
     ids = encoder.encode([Message(role="system", text="Be brief."), USER], max_tokens=WINDOW)
-    text = Tokenizer.from_buffer(tokenizer_json()).decode(ids, skip_special_tokens=False)
+    text = decoded(ids)
     expected = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -64,7 +34,7 @@ def test_a_conversation_becomes_the_ids_of_its_rendered_text():
 
 
 async def test_a_long_prompt_encoded_on_a_thread_is_the_same():
-    encoder = load_encoder(files(), now=now)
+    encoder = load_encoder(prompt_files(), now=now)
     long = [Message(role="user", text="word " * 2_000)]
     with ThreadPoolExecutor(1) as executor:
         ids = await encoder.encode_off_loop(long, max_tokens=WINDOW * 10, executor=executor)
@@ -72,7 +42,7 @@ async def test_a_long_prompt_encoded_on_a_thread_is_the_same():
 
 
 def test_a_text_that_cannot_fit_is_refused_without_being_encoded():
-    encoder = load_encoder(files(), now=now)
+    encoder = load_encoder(prompt_files(), now=now)
     with pytest.raises(PromptTooLong) as caught:
         encoder.encode([Message(role="user", text="x" * 1_000_000)], max_tokens=1000)
     assert 1000 < caught.value.at_least <= 1_000_000
@@ -93,11 +63,9 @@ def test_a_name_reaches_the_template():
 def test_special_tokens_are_known_to_the_template_in_both_spellings():
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "pad_token": None}
     encoder = load_encoder(
-        files("{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}", **config), now=now
+        prompt_files("{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}", **config), now=now
     )
-    text = Tokenizer.from_buffer(tokenizer_json()).decode(
-        encoder.encode([USER], max_tokens=WINDOW), skip_special_tokens=False
-    )
+    text = decoded(encoder.encode([USER], max_tokens=WINDOW))
     assert text == "<s></s>False"
 
 
@@ -140,9 +108,9 @@ def test_the_template_may_stand_in_the_tokenizers_configuration():
         CHATML,
         [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}],
     ):
-        stored = files(chat_template=declared)
+        stored = prompt_files(chat_template=declared)
         del stored["chat_template.jinja"]
-        own_file = load_encoder(files(), now=now).encode([USER], max_tokens=WINDOW)
+        own_file = load_encoder(prompt_files(), now=now).encode([USER], max_tokens=WINDOW)
         assert load_encoder(stored, now=now).encode([USER], max_tokens=WINDOW) == own_file
 
 
@@ -159,7 +127,7 @@ def test_the_template_may_stand_in_the_tokenizers_configuration():
     ],
 )
 def test_unusable_files_are_named(name, content):
-    stored = files()
+    stored = prompt_files()
     if content is None:
         del stored[name]
     else:
