@@ -15,71 +15,95 @@ from typing import Any, Final
 
 from billing import instants
 from billing.instants import Microseconds
-from gateway.web.usage import HOUR, Hour
+from billing.reports import UsageTotals
+from gateway.web.usage import HOUR, HOUR_MICROSECONDS, Hour
 
 Figure = dict[str, Any]
 """`data` and `layout`, made of what JSON can say."""
 
-_HOUR_MILLISECONDS: Final = 3_600_000
+_HOUR_MILLISECONDS: Final = HOUR_MICROSECONDS // 1_000
 _BAR_SHARE_PERCENT: Final = 82
+# The panels' edges, as parts of the height.
+_TOKENS_TOP: Final = 0.58
+_SHARE_BOTTOM: Final = 0.73
 _BAR_MILLISECONDS: Final = _HOUR_MILLISECONDS * _BAR_SHARE_PERCENT // 100
-_HALF_HOUR: Final = HOUR / 2
 
 
 def day_figure(hours: Sequence[Hour], *, start: Microseconds, end: Microseconds) -> Figure:
-    """Input tokens and hit share of each hour of `[start, end)`; hours without requests stay empty."""
-    middles = [_moment(hour.start, plus_half=True) for hour in hours]
-    labels = [hour.label for hour in hours]
+    """Input tokens and hit share of each hour of `[start, end)`. Hours that are not given had no requests."""
+    every_hour = _every_hour(hours, start=start, end=end)
     return {
         "data": [
-            _bars("Cached", "cached", middles, labels, [hour.totals.read_tokens for hour in hours]),
-            _bars("Uncached", "uncached", middles, labels, [hour.computed_tokens for hour in hours]),
-            _share_line(middles, labels, hours),
+            _bars("Cached", "cached", every_hour, [hour.totals.read_tokens for hour in every_hour]),
+            _bars("Uncached", "uncached", every_hour, [hour.computed_tokens for hour in every_hour]),
+            _share_line(every_hour),
         ],
         "layout": _layout(_moment(start), _moment(end)),
     }
 
 
-def _share_percent(hour: Hour) -> float | None:
-    """None where there was no input, so that no share is drawn."""
-    return hour.totals.hit_basis_points / 100 if hour.totals.prompt_tokens else None
+def _every_hour(hours: Sequence[Hour], *, start: Microseconds, end: Microseconds) -> Sequence[Hour]:
+    known = {hour.start: hour.totals for hour in hours}
+    num_hours = (end - start) // HOUR_MICROSECONDS
+    starts = [instants.later(start, HOUR * index) for index in range(num_hours)]
+    return [Hour(start=begin, totals=known.get(begin, UsageTotals())) for begin in starts]
 
 
-def _moment(instant: Microseconds, *, plus_half: bool = False) -> str:
+def _moment(instant: Microseconds) -> str:
     """Plotly draws a date without a zone as it stands: UTC here."""
-    moment = instants.to_datetime(instant) + (_HALF_HOUR if plus_half else HOUR * 0)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S")
+    return instants.to_datetime(instant).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _bars(
-    name: str, colour: str, middles: Sequence[str], labels: Sequence[str], tokens: Sequence[int]
-) -> Figure:
+def _along_time(hours: Sequence[Hour]) -> Figure:
+    """Each hour at its middle, and its name for whoever points at it."""
     return {
+        "x": [_moment(instants.later(hour.start, HOUR / 2)) for hour in hours],
+        "customdata": [hour.label for hour in hours],
+    }
+
+
+def _bars(name: str, colour: str, hours: Sequence[Hour], tokens: Sequence[int]) -> Figure:
+    return _along_time(hours) | {
         "type": "bar",
         "name": name,
-        "x": list(middles),
         "y": list(tokens),
-        "customdata": list(labels),
         "width": _BAR_MILLISECONDS,
         "marker": {"color": f"var(--{colour})", "line": {"width": 0}},
         "hovertemplate": f"%{{customdata}}  {name.lower()} <b>%{{y:,}}</b> tokens<extra></extra>",
     }
 
 
-def _share_line(middles: Sequence[str], labels: Sequence[str], hours: Sequence[Hour]) -> Figure:
-    return {
+def _share_line(hours: Sequence[Hour]) -> Figure:
+    """Broken where an hour had no input, and so no share."""
+    shares = [hour.totals.hit_basis_points / 100 if hour.totals.prompt_tokens else None for hour in hours]
+    return _along_time(hours) | {
         "type": "scatter",
         "mode": "lines+markers",
         "name": "Hit share",
-        "x": list(middles),
-        "y": [_share_percent(hour) for hour in hours],
+        "y": shares,
         "yaxis": "y2",
-        "customdata": list(labels),
-        "connectgaps": True,
+        "connectgaps": False,
         "line": {"color": "var(--share)", "width": 2},
         "marker": {"color": "var(--share)", "size": 7},
         "hovertemplate": "%{customdata}  hit share <b>%{y:.2f} %</b><extra></extra>",
         "cliponaxis": False,
+        "showlegend": False,
+    }
+
+
+def _panel_title(text: str, top: float) -> Figure:
+    """Above the panel that ends at `top`, flush left."""
+    return {
+        "text": text,
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0,
+        "y": top,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 6,
+        "showarrow": False,
+        "font": {"color": "var(--muted)"},
     }
 
 
@@ -91,16 +115,25 @@ def _layout(start: str, end: str) -> Figure:
         "zeroline": False,
         "automargin": True,
     }
-    title = {"font": {"size": 12, "color": "var(--muted)"}, "standoff": 10}
     return {
         "barmode": "stack",
-        "height": 400,
-        "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
+        "height": 460,
+        "margin": {"l": 8, "r": 16, "t": 32, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": "var(--text)"},
         "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "x": 1,
+            "xanchor": "right",
+            "y": _TOKENS_TOP,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+            "itemclick": False,
+            "itemdoubleclick": False,
+        },
+        "annotations": [_panel_title("Hit share", 1), _panel_title("Input tokens", _TOKENS_TOP)],
         "hovermode": "closest",
         "hoverlabel": {"bgcolor": "var(--surface)", "bordercolor": "var(--grid)", "align": "left"},
         "dragmode": False,
@@ -110,20 +143,18 @@ def _layout(start: str, end: str) -> Figure:
             "tickformat": "%H:%M",
             "anchor": "y",
             "showgrid": False,
-            "nticks": 8,
+            "dtick": 6 * _HOUR_MILLISECONDS,
         },
         "yaxis": axis | {
-            "domain": [0, 0.60],
+            "domain": [0, _TOKENS_TOP],
             "rangemode": "tozero",
             "tickformat": "~s",
             "nticks": 5,
-            "title": title | {"text": "input tokens"},
         },
         "yaxis2": axis | {
-            "domain": [0.72, 1],
+            "domain": [_SHARE_BOTTOM, 1],
             "range": [0, 100],
             "tickvals": [0, 50, 100],
-            "ticksuffix": " %",
-            "title": title | {"text": "hit share"},
+            "ticktext": ["0 %", "50 %", "100 %"],
         },
     }  # fmt: skip

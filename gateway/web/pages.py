@@ -18,17 +18,18 @@ _CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
-        # Plotly sets style attributes and makes a style element. Neither can run anything.
-        "style-src 'self' 'unsafe-inline'",
+        "style-src 'self'{chart_styles}",
         "img-src 'self'",
         "form-action 'self'",
         "base-uri 'none'",
         "frame-ancestors 'none'",
     )
 )
+# Plotly makes a style element, and sets style attributes when a bar is pointed at. Neither runs anything.
+_CHART_STYLES: Final = " 'unsafe-inline'"
 
 PAGE_HEADERS: Final[Mapping[str, str]] = {
-    "content-security-policy": _CONTENT_SECURITY_POLICY,
+    "content-security-policy": _CONTENT_SECURITY_POLICY.format(chart_styles=""),
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -47,12 +48,17 @@ _templates: Final = Environment(
 )
 
 
-def render(template: str, assets: Mapping[str, Asset], *, status: int = 200, **values: Any) -> HTMLResponse:
+def render(
+    template: str, assets: Mapping[str, Asset], *, status: int = 200, has_chart: bool = False, **values: Any
+) -> HTMLResponse:
     """A page. Raises Jinja's `UndefinedError` when a value that the template needs is missing."""
     text = _templates.get_template(template).render(
-        **values, asset={name: asset.address for name, asset in assets.items()}
+        **values, asset={name: asset.address for name, asset in assets.items()}, has_chart=has_chart
     )
-    return HTMLResponse(text, status_code=status, headers=dict(PAGE_HEADERS))
+    headers = dict(PAGE_HEADERS)
+    if has_chart:
+        headers["content-security-policy"] = _CONTENT_SECURITY_POLICY.format(chart_styles=_CHART_STYLES)
+    return HTMLResponse(text, status_code=status, headers=headers)
 
 
 def go_to(address: str) -> Response:

@@ -209,6 +209,7 @@ class Dashboard:
         return pages.render(
             "today.html",
             await self._run(assets.load_assets),
+            has_chart=bool(hours),
             tenant_name=visit.principal.tenant_name,
             form_token=visit.session.form_token,
             day=instants.to_datetime(report.start),
@@ -216,7 +217,6 @@ class Dashboard:
             rows=usage.rows_of(report),
             hours=[(hour, usage.hit_share_row(hour.totals)) for hour in hours],
             figure_json=day_figure(hours, start=report.start, end=report.end),
-            is_empty=report.totals.requests == 0,
             is_behind=is_behind,
             curl=_curl(request, self.model_name()),
         )
@@ -269,13 +269,8 @@ def _curl(request: Request, model: str | None) -> str:
     """A first request to paste into a shell. The key stays a variable: pages never show one."""
     host = request.headers.get("host", "")
     base = f"{request.url.scheme}://{host if _HOST.fullmatch(host) else '127.0.0.1'}"
-    body = json.dumps(
-        {
-            "model": model or "YOUR_MODEL",
-            "messages": [{"role": "user", "content": "What is a prompt cache?"}],
-        },
-        indent=1,
-    )
+    messages = json.dumps([{"role": "user", "content": "What is a prompt cache?"}])
+    body = f'{{"model": {json.dumps(model or "YOUR_MODEL")},\n       "messages": {messages}}}'
     return "\n".join(
         (
             f"curl {base}/v1/chat/completions \\",

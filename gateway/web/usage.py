@@ -18,8 +18,8 @@ from billing.reports import UsageReport, UsageTotals
 
 DAY: Final = timedelta(days=1)
 HOUR: Final = timedelta(hours=1)
-_HOUR_MICROSECONDS: Final = 3_600 * MICROSECONDS_PER_SECOND
-_DAY_MICROSECONDS: Final = 24 * _HOUR_MICROSECONDS
+HOUR_MICROSECONDS: Final = 3_600 * MICROSECONDS_PER_SECOND
+_DAY_MICROSECONDS: Final = 24 * HOUR_MICROSECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,13 @@ class Hour:
         return self.totals.uncached_tokens + self.totals.written_tokens
 
     @property
+    def begins(self) -> str:
+        return instants.to_datetime(self.start).strftime("%H:%M")
+
+    @property
     def label(self) -> str:
-        begin = instants.to_datetime(self.start)
-        return f"{begin:%H:%M}–{begin + HOUR:%H:%M}"
+        end = instants.to_datetime(instants.later(self.start, HOUR))
+        return f"{self.begins}–{end:%H:%M}"
 
 
 def day_of(now: Microseconds) -> tuple[Microseconds, Microseconds]:
@@ -62,7 +66,7 @@ def hours_of(report: UsageReport) -> Sequence[Hour]:
     """The hours in which something was admitted, in order. The report starts on a full hour."""
     hours: dict[Microseconds, UsageTotals] = {}
     for bucket in report.buckets:
-        start = Microseconds(bucket.start - bucket.start % _HOUR_MICROSECONDS)
+        start = Microseconds(bucket.start - bucket.start % HOUR_MICROSECONDS)
         hours[start] = hours.get(start, UsageTotals()) + bucket.totals
     return [Hour(start=start, totals=totals) for start, totals in sorted(hours.items())]
 
@@ -73,8 +77,8 @@ def rows_of(report: UsageReport) -> Sequence[Row]:
     return (
         _count("requests", "Requests", "admitted today", totals.requests),
         _count("uncached_tokens", "Uncached input", "tokens computed", totals.uncached_tokens),
-        _count("read_tokens", "Cached input", "tokens reused, not computed again", totals.read_tokens),
-        _count("written_tokens", "Written input", "tokens computed and kept on request", totals.written_tokens),
+        _count("read_tokens", "Cached input", "tokens reused, not computed", totals.read_tokens),
+        _count("written_tokens", "Written input", "computed and kept on request", totals.written_tokens),
         _count("output_tokens", "Output", "tokens generated", totals.output_tokens),
         hit_share_row(totals),
         _money("amount_without_cache", "Without cache", "the same tokens, all computed",
