@@ -24,18 +24,27 @@ from starlette.routing import BaseRoute, Route
 from billing import instants
 from billing.accounts import KeyDigest, Principal, authenticate
 from billing.db import Database, open_database
+from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.instants import Clock
 from billing.meter import Meter
 from gateway.auth import Authenticator, bearer_key, key_hasher
 from gateway.chat import ChatCompletions
 from gateway.drain import Drain
 from gateway.edge import openai
-from gateway.edge.errors import ApiError, InternalError, MethodNotAllowed, ModelNotFound, NotFound
+from gateway.edge.errors import (
+    ApiError,
+    InternalError,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    ServiceUnavailable,
+)
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.roster import Roster
 from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
 from gateway.settings import Settings
+from gateway.usage import parse_period, read_usage
 from gateway.web.routes import Dashboard
 from gateway.web.sessions import SessionStore
 from gateway.workers import PhaseTimeouts
@@ -90,7 +99,10 @@ class Gateway:
 
 
 def build_gateway(settings: Settings) -> Gateway:
-    """Raises `SecretUnusable`, or billing's `UnsupportedDatabase`. Connects to nothing yet."""
+    """Raises `SecretUnusable`, or billing's `UnsupportedDatabase`. Makes the home directory, and
+    connects to nothing yet.
+    """
+    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     secret = load_secret(settings)
     database = open_database(settings.database)
     meter = Meter(database, settings.journal_directory)
@@ -152,6 +164,7 @@ def build_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", _list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", _show_model, methods=["GET"]),
+            Route("/v1/usage", _show_usage, methods=["GET"]),
             Route("/health/liveness", _liveness, methods=["GET"]),
             Route("/health/readiness", _readiness, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
@@ -212,6 +225,20 @@ async def _show_model(request: Request) -> Response:
             f"The model '{name}' does not exist or you do not have access to it.", param="model"
         )
     return _json(openai.encode_model(name, created=gateway.created))
+
+
+async def _show_usage(request: Request) -> Response:
+    gateway = _gateway(request)
+    principal = await gateway.authenticate(bearer_key(request.headers.get("authorization")))
+    period = parse_period(request.query_params, now=instants.now())
+    try:
+        return _json(
+            await asyncio.get_running_loop().run_in_executor(
+                gateway.database_threads, read_usage, gateway.database, gateway.meter, principal, period
+            )
+        )
+    except (DatabaseUnavailable, MeterUnavailable) as error:
+        raise ServiceUnavailable("Usage cannot be read at the moment.") from error
 
 
 async def _liveness(_: Request) -> Response:
