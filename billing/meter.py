@@ -52,9 +52,11 @@ from billing.usage import ABANDONED, Admission, TokenCounts, UsageEvent, UsageKi
 
 _logger = logging.getLogger(__name__)
 
-_State = Literal["new", "running", "closing", "closed"]
+_State = Literal["new", "running", "failed", "closing", "closed"]
+"""`new → running → closing → closed`. `failed`: the writer died of a fault of its own; see `Meter`."""
 
 _DATABASE_AWAY: Final = "the database is away"
+_WRITER_DEAD: Final = "the writer died; a new process must take over"
 
 _NEVER_POSTABLE: Final = (StatementError, UnpricedModel, AmountTooLarge)
 """What is the event's own fault: trying again cannot help."""
@@ -136,7 +138,11 @@ class _Work:
 
 
 class Meter:
-    """Admits, settles, posts. Thread-safe. `start()` it once, `close()` it once, after all requests."""
+    """Admits, settles, posts. Thread-safe. `start()` it once, `close()` it once, after all requests.
+
+    Should the writer die of a fault of its own, nothing is admitted any more, and
+    what is settled goes to the journal alone, for the next process to post.
+    """
 
     def __init__(
         self,
@@ -153,7 +159,7 @@ class Meter:
         self._database_tries = self._backoff()
         self._journal_tries = self._backoff()
         self._thread = threading.Thread(target=self._run, name="billing-writer", daemon=True)
-        # Guards everything below; the writer holds it only to take work and to tell of its end.
+        # Guards everything below. The writer lets go of it before it waits for a disk or a database.
         self._changed = threading.Condition()
         self._state: _State = "new"
         self._close_deadline_ns = 0
@@ -172,8 +178,11 @@ class Meter:
     def start(self) -> None:
         """Takes the journal, queues what it holds, starts the writer, sweeps former processes.
 
-        Raises JournalInUse or JournalCorrupted. Needs a migrated database with prices, but waits for neither.
+        Raises JournalInUse, JournalCorrupted, or MeterClosed when it was started before. Needs a
+        migrated database with prices, but waits for neither.
         """
+        if self._state != "new":
+            raise MeterClosed(f"the meter is {self._state}")
         self._journal = Journal(self._journal_dir)
         try:
             recovered = self._journal.recover()
@@ -197,17 +206,20 @@ class Meter:
         What cannot be posted in time stays in the journal, and is posted after the next start.
         """
         with self._changed:
-            if self._state == "new":
-                self._state = "closed"
-            if self._state == "running":
+            former = self._state
+            if former == "running":
                 self._state = "closing"
                 self._close_deadline_ns = time.monotonic_ns() + nanoseconds(
                     timedelta(seconds=timeout_seconds)
                 )
-                self._changed.notify_all()
+            elif former in {"new", "failed"}:
+                self._state = "closed"
+            self._changed.notify_all()
         if self._thread.is_alive():
             # Not for ever: a statement of the writer is bounded by the database's own timeouts.
             self._thread.join()
+        if former == "failed":
+            self._close_journal()
 
     def admit(self, admission: Admission) -> Future[None]:
         """Done once the request's row is committed. Never blocks.
@@ -234,7 +246,7 @@ class Meter:
         Raises MeterClosed alone.
         """
         with self._changed:
-            self._require_running()
+            self._require_open()
             self._evidence[event.request_id] = event
             try:
                 self._journal.append(Record(purpose="evidence", event=event))
@@ -248,7 +260,7 @@ class Meter:
         Raises MeterClosed alone. A second, different event for a request is an alert (`stats().conflicts`).
         """
         with self._changed:
-            self._require_running()
+            self._require_open()
             self._settle(event)
 
     def flush(self, *, timeout_seconds: int = 10) -> None:
@@ -256,7 +268,7 @@ class Meter:
         with self._changed:
             goal = self._num_queued
             self._changed.wait_for(
-                lambda: self._num_done >= goal or self._state == "closed", timeout=timeout_seconds
+                lambda: self._num_done >= goal or self._state in {"failed", "closed"}, timeout=timeout_seconds
             )
             if self._num_done < goal:
                 raise MeterUnavailable(f"{goal - self._num_done} events are not posted yet")
@@ -270,7 +282,8 @@ class Meter:
         """
         outcome: Future[int] = Future()
         with self._changed:
-            self._require_running()
+            if self._state != "running":
+                raise self._end()
             self._sweeps.append((now, outcome))
             self._changed.notify_all()
         try:
@@ -288,13 +301,13 @@ class Meter:
 
     # From here to `_until_next_try`: called with the lock held.
 
-    def _require_running(self) -> None:
-        if self._state != "running":
+    def _require_open(self) -> None:
+        if self._state not in {"running", "failed"}:
             raise MeterClosed(f"the meter is {self._state}")
 
     def _refusal(self) -> MeterRefusal | None:
         if self._state != "running":
-            return MeterClosed(f"the meter is {self._state}")
+            return self._end()
         if len(self._waiting) >= self._limits.waiting_admissions:
             return MeterOverloaded("too many admissions are waiting")
         if len(self._in_flight) + len(self._pending) >= self._limits.open_requests:
@@ -381,16 +394,28 @@ class Meter:
 
     def _stop(self, unfinished: _Work) -> None:
         with self._changed:
-            self._state = "closed"
+            has_failed = self._state == "running"
+            self._state = "failed" if has_failed else "closed"
             admissions = [*unfinished.admissions, *self._waiting]
             sweeps = [*unfinished.sweeps, *self._sweeps]
             self._waiting.clear()
             self._sweeps.clear()
             self._changed.notify_all()
         for waiting in admissions:
-            _fail(waiting.outcome, MeterClosed("the meter was closed"))
+            _fail(waiting.outcome, self._end())
         for _, outcome in sweeps:
-            _fail(outcome, MeterClosed("the meter was closed"))
+            _fail(outcome, self._end())
+        if has_failed:
+            _logger.critical("meter: %s; settled events wait in the journal", _WRITER_DEAD)
+        else:
+            self._close_journal()
+
+    def _end(self) -> MeterRefusal:
+        return (
+            MeterUnavailable(_WRITER_DEAD) if self._state == "failed" else MeterClosed("the meter was closed")
+        )
+
+    def _close_journal(self) -> None:
         try:
             self._journal.close()
         except OSError:

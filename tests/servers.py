@@ -129,7 +129,7 @@ def _serve_postgres(binaries: Path, folder: Path, become_owner: list[str]) -> It
         _wait_until_accepting(process, binaries, port, folder / "server.log")
         yield PostgresServer(port=port, socket_dir=folder, process_id=process.pid)
     finally:
-        _stop(process, signal.SIGINT)  # PostgreSQL's fast shutdown
+        _stop(process, signal.SIGQUIT)  # at once, with no last checkpoint: the folder goes too
 
 
 def _wait_until_accepting(process: subprocess.Popen[bytes], binaries: Path, port: int, log: Path) -> None:

@@ -20,6 +20,7 @@ from billing.errors import (
 )
 from billing.ids import new_id
 from billing.journal import decode_segment
+from billing.meter import Meter
 from billing.price_sheet import parse_price_sheet
 from billing.prices import publish
 from billing.usage import TokenCounts, UsageKind
@@ -421,3 +422,34 @@ def test_new_ids_are_made_for_events_so_that_no_client_can_choose_one(db, accoun
     (row,) = rows(db, schema.usage_events)
     assert row.request_id == chosen
     assert row.id not in {chosen, admission().request_id}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_writer_that_dies_of_its_own_fault_keeps_nobody_waiting_and_loses_no_event(
+    db, account, tmp_path, new_meter
+):
+    def broken_clock():
+        raise RuntimeError("a fault of our own")
+
+    meter = Meter(db, tmp_path.joinpath("journal"), clock=broken_clock)
+    meter.start()
+    event = final(account.admission(), uncached=6)
+    meter.settle(event)
+    with pytest.raises(MeterUnavailable):
+        meter.flush(timeout_seconds=PATIENCE_SECONDS)
+    assert isinstance(meter.admit(account.admission()).exception(PATIENCE_SECONDS), MeterUnavailable)
+    with pytest.raises(MeterUnavailable):
+        meter.sweep(T0)
+    late = final(account.admission(), uncached=7)
+    meter.settle(late)
+    meter.close()
+    with pytest.raises(MeterClosed):
+        meter.settle(late)
+    new_meter().flush(timeout_seconds=PATIENCE_SECONDS)
+    assert events_by_request(db).keys() == {event.request_id, late.request_id}
+
+
+def test_a_meter_is_started_once(new_meter):
+    meter = new_meter()
+    with pytest.raises(MeterClosed):
+        meter.start()
