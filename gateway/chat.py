@@ -192,7 +192,7 @@ class ChatCompletions:
         )
         generate = GenerateRequest(
             request_id=str(call.request_id),
-            scope=scope_of(self.secret, principal.tenant_id),
+            scope=scope_of(self.secret, principal.tenant_id, salt=request.cache_salt),
             token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens),
             cache=call.cache_mode,

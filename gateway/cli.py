@@ -49,6 +49,7 @@ from gateway.settings import Settings
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
+PIPE_WIDTH: Final = 240
 
 app = typer.Typer(
     name="headstart",
@@ -271,7 +272,7 @@ def _database() -> Iterator[Database]:
 
 def _require_current(database: Database) -> None:
     if not database.is_reachable():
-        raise CommandRefused("the database cannot be reached")
+        raise CommandRefused("the database cannot be reached; a new one is made by headstart migrate")
     if not schema_is_current(database):
         raise CommandRefused("the database is not at this version's schema: run headstart migrate")
 
@@ -283,8 +284,8 @@ def _welcome(gateway: Gateway, port: int, first_key: FirstKey | None) -> str:
     card = gateway.roster.workers[0].card
     assert card is not None, "announced only when the worker is ready"
     key = first_key.text if first_key is not None else "YOUR_KEY"
-    question = [{"role": "user", "content": "What is a prompt cache?"}]
-    body = json.dumps({"model": card.model, "messages": question})
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": card.model, "messages": question, "max_tokens": 64})
     lines = (
         "",
         f"Headstart is ready. It serves {card.model} on {card.device}. Ctrl-C stops it.",
@@ -324,12 +325,13 @@ def _report_rows(report: UsageReport) -> list[tuple[str, str]]:
 
 
 def _print_table(header: tuple[str, ...], rows: list[Any], *, right_aligned: bool = False) -> None:
-    table = Table(*header[:1], header_style="bold")
-    for name in header[1:]:
-        table.add_column(name, justify="right" if right_aligned else "left", overflow="fold")
+    table = Table(header_style="bold")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if right_aligned and index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    # A pipe has no width; nothing is folded for a program that reads it.
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
 
 
 def _instant(moment: datetime) -> Microseconds:

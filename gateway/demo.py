@@ -7,6 +7,7 @@ answers and from `GET /v1/usage`.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import openai
 from openai.types.chat import ChatCompletionMessageParam
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +26,7 @@ from gateway.settings import Settings
 HANDBOOK = Path(__file__).with_name("demo_handbook.txt")
 QUESTIONS = ("How long may I keep a borrowed book?", "And what if I return it late?")
 MAX_TOKENS = 32
+TABLE_WIDTH = 96
 
 
 class DemoRefused(Exception):
@@ -67,20 +70,19 @@ def main() -> int:
 
 
 def run(client: openai.OpenAI) -> list[Turn]:
-    """Two turns about a handbook that no earlier run has sent."""
+    """Two turns about a handbook, in a corner of the cache that no earlier run has used."""
     model = client.models.list().data[0].id
-    # A new first line each time, so that the first turn is a miss however often the demo runs.
-    system = f"Handbook of {time.strftime('%Y-%m-%d %H:%M:%S')}.\n\n{HANDBOOK.read_text()}"
-    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": system}]
+    salt = secrets.token_hex(8)
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": HANDBOOK.read_text()}]
     turns: list[Turn] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        turns.append(_ask(client, model, messages))
+        turns.append(_ask(client, model, messages, salt))
         messages.append({"role": "assistant", "content": turns[-1].answer})
     return turns
 
 
-def _ask(client: openai.OpenAI, model: str, messages: list[ChatCompletionMessageParam]) -> Turn:
+def _ask(client: openai.OpenAI, model: str, messages: list[ChatCompletionMessageParam], salt: str) -> Turn:
     before = _usage(client)
     started = time.perf_counter()
     first_token_seconds = 0.0
@@ -93,11 +95,12 @@ def _ask(client: openai.OpenAI, model: str, messages: list[ChatCompletionMessage
         max_tokens=MAX_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"cache_salt": salt},
     )
     for chunk in stream:
         usage = chunk.usage or usage
         text = "".join(choice.delta.content or "" for choice in chunk.choices)
-        if text and not parts:
+        if text and not first_token_seconds:
             first_token_seconds = time.perf_counter() - started
         parts.append(text)
     after = _usage(client)
@@ -132,7 +135,7 @@ def _address_and_key() -> tuple[str, str]:
 
 
 def _show(turns: list[Turn]) -> None:
-    table = Table(title="Two turns of one conversation")
+    table = Table(title="Two turns of one conversation", box=box.SIMPLE)
     for heading in ("turn", "cache"):
         table.add_column(heading)
     for heading in ("prompt", "cached", "computed", "first token", "amount", "without cache"):
@@ -148,7 +151,10 @@ def _show(turns: list[Turn]) -> None:
             f"${format_dollars(turn.amount_pusd)}",
             f"${format_dollars(turn.without_cache_pusd)}",
         )
-    Console().print(table)
+    # Money is exact or not shown: never let a narrow terminal cut it.
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class CanonicalRequest:
     """A chat request that is well formed; whether it fits the model is decided later.
 
     No `limit` means up to the end of the context window. `affinity` groups requests that are likely to share
-    a prefix; it steers routing and never widens what a request may read.
+    a prefix; it steers routing and never widens what a request may read. Requests share cached blocks only
+    with those of the same `cache_salt` (within their tenant, always).
     """
 
     model: str
@@ -55,6 +56,7 @@ class CanonicalRequest:
     stream: bool
     include_usage: bool
     affinity: str | None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

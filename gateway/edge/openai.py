@@ -76,6 +76,7 @@ class _ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     metadata: Metadata | None = None
 
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -163,6 +164,7 @@ def parse_chat(body: bytes) -> CanonicalRequest:
         stream=stream,
         include_usage=wire.stream_options is not None and wire.stream_options.include_usage is True,
         affinity=wire.prompt_cache_key or wire.user,
+        cache_salt=(wire.cache_salt or "").encode(),
     )
 
 

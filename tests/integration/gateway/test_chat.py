@@ -136,6 +136,23 @@ async def test_a_body_cannot_choose_its_scope(stack):
     assert len({exchange.request.scope for exchange in stack.worker.exchanges}) == 1
 
 
+async def test_a_cache_salt_narrows_a_tenants_cache_and_never_opens_anothers(stack):
+    other = stack.new_key("salted")
+    salted = {"extra_body": {"cache_salt": "blue"}}
+    statuses = [
+        (await ask(stack, key, **fields)).headers["x-headstart-cache"]
+        for key, fields in (
+            (stack.key, {}),
+            (stack.key, salted),
+            (other, salted),
+            (stack.key, salted),
+            (stack.key, {}),
+            (stack.key, {"extra_body": {"cache_salt": "red"}}),
+        )
+    ]
+    assert statuses == ["miss", "miss", "miss", "hit", "hit", "miss"]
+
+
 async def test_a_client_may_bypass_the_cache(stack):
     await ask(stack)
     answer = await ask(stack, extra_headers={"x-headstart-cache": "bypass"})
