@@ -285,7 +285,7 @@ def _welcome(gateway: Gateway, port: int, first_key: FirstKey | None) -> str:
     assert card is not None, "announced only when the worker is ready"
     key = first_key.text if first_key is not None else "YOUR_KEY"
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": card.model, "messages": question, "max_tokens": 64})
+    body = json.dumps({"model": card.model, "messages": question, "max_tokens": 64, "temperature": 0})
     lines = (
         "",
         f"Headstart is ready. It serves {card.model} on {card.device}. Ctrl-C stops it.",
