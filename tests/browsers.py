@@ -31,7 +31,7 @@ class BrowserMissingError(RuntimeError):
 
 def chromium_path() -> str:
     """The program's path. Installs Debian's package where that is possible; raises BrowserMissingError."""
-    found = _find_chromium()
+    found = find_chromium()
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(
             ["apt-get", "install", "-y", "--no-install-recommends", "chromium"],
@@ -39,7 +39,7 @@ def chromium_path() -> str:
             stdout=subprocess.DEVNULL,
             check=False,
         )
-        found = _find_chromium()
+        found = find_chromium()
     if found is None:
         raise BrowserMissingError(
             "these tests drive a real Chromium and found none: install Debian's `chromium` package, "
@@ -59,5 +59,5 @@ def running_chromium() -> Iterator[Browser]:
             browser.close()
 
 
-def _find_chromium() -> str | None:
+def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)

@@ -55,7 +55,7 @@ def running_postgres() -> Iterator[PostgresServer]:
 
 def postgres_binaries() -> Path:
     """The newest installed server's program folder. Installs Debian's package where that is possible."""
-    found = _find_postgres_binaries()
+    found = find_postgres_binaries()
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(
             ["apt-get", "install", "-y", "--no-install-recommends", "postgresql"],
@@ -63,7 +63,7 @@ def postgres_binaries() -> Path:
             stdout=subprocess.DEVNULL,
             check=False,
         )
-        found = _find_postgres_binaries()
+        found = find_postgres_binaries()
     if found is None:
         raise ServerMissingError(
             "these tests run a real PostgreSQL and found none: install Debian's `postgresql` package, "
@@ -79,7 +79,7 @@ def free_port() -> int:
         return port
 
 
-def _find_postgres_binaries() -> Path | None:
+def find_postgres_binaries() -> Path | None:
     installed = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "postgres").exists()]
     if installed:
         return max(installed, key=lambda path: int(path.parent.name))
