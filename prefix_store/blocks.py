@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from enum import IntEnum
+from itertools import chain
 from typing import NewType, TypeAlias
 
 import xxhash
@@ -35,6 +36,8 @@ NAME_BYTES = 16
 TOKEN_BYTES = 4
 SEED_LIMIT = 2**64
 
+_BLOCKS_PER_CUT = 128
+
 
 class TokenKind(IntEnum):
     """Where a block's tokens came from. A block with one generated token counts as generated."""
@@ -44,14 +47,23 @@ class TokenKind(IntEnum):
     GENERATED = 2
 
 
-def token_bytes(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian uint32: the form in which they are hashed and compared."""
+def token_view(tokens: TokenIds) -> memoryview:
+    """Token ids as little-endian uint32, byte by byte: the form in which they are hashed and compared.
+
+    Nothing is copied on most machines. The array cannot grow while the view is in use.
+    """
     if tokens.typecode != "I" or tokens.itemsize != TOKEN_BYTES:
         raise TypeError(f"token ids must be array('I') of {TOKEN_BYTES} bytes each, not {tokens.typecode!r}")
     if sys.byteorder == "big":
-        tokens = array("I", tokens)
+        tokens = tokens[:]
         tokens.byteswap()
-    return tokens.tobytes()
+    return memoryview(tokens).cast("B")
+
+
+def token_bytes(tokens: TokenIds, start: int = 0, end: int | None = None) -> bytes:
+    """A copy of tokens `start` to `end` in that form, to keep."""
+    view = token_view(tokens)
+    return bytes(view[start * TOKEN_BYTES : None if end is None else end * TOKEN_BYTES])
 
 
 def token_ids(data: bytes) -> TokenIds:
@@ -88,7 +100,8 @@ class BlockNamer:
         self.adapter = adapter
         self._seed = seed
         self._hash128 = hash128
-        self._chunk_format = f"{block_size * TOKEN_BYTES}s"
+        block_format = f"{block_size * TOKEN_BYTES}s"
+        self._cutters = tuple(struct.Struct(block_format * count) for count in range(_BLOCKS_PER_CUT + 1))
         self._fields = (
             ("model", model_fingerprint),
             ("dtype", dtype),
@@ -107,15 +120,32 @@ class BlockNamer:
 
     def chain(self, parent: BlockName, tokens: TokenIds) -> list[BlockName]:
         """Names of the full blocks of `tokens`, which follow the block called `parent`."""
-        return self.chain_bytes(parent, token_bytes(tokens))
+        return split_names(self.chain_bytes(parent, token_view(tokens)))
 
-    def chain_bytes(self, parent: BlockName, data: bytes) -> list[BlockName]:
-        """Like `chain`, on token bytes. This loop is the cost of naming: one hash a block, nothing else."""
-        num_blocks = len(data) // (self.block_size * TOKEN_BYTES)
-        hash128, seed = self._hash128, self._seed
+    def chain_bytes(self, parent: BlockName, data: bytes | memoryview) -> bytes:
+        """Like `chain`, from token bytes to names joined.
+
+        One hash a block is the cost of naming, and the rest of the loop matters as much:
+        prepared formats cut blocks out faster than slices do, and joining a hundred
+        names at a time keeps what is touched in the processor's cache.
+        """
+        hash128, seed, cutters = self._hash128, self._seed, self._cutters
+        block_bytes = self.block_size * TOKEN_BYTES
+        num_blocks = len(data) // block_bytes
+        num_rest = num_blocks % _BLOCKS_PER_CUT
+        cut_bytes = (num_blocks - num_rest) * block_bytes
         name = parent
-        blocks = struct.unpack_from(self._chunk_format * num_blocks, data)
-        return [name := hash128(name + block, seed) for block in blocks]
+        cuts = cutters[_BLOCKS_PER_CUT].iter_unpack(memoryview(data)[:cut_bytes])
+        rest = cutters[num_rest].unpack_from(data, cut_bytes)
+        return b"".join(
+            b"".join([name := hash128(name + block, seed) for block in blocks])
+            for blocks in chain(cuts, [rest])
+        )
+
+
+def split_names(names: bytes) -> list[BlockName]:
+    """Single names out of joined ones."""
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
 def _tagged(fields: tuple[tuple[str, str], ...]) -> bytes:

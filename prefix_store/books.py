@@ -6,7 +6,7 @@ nothing: the index reports, and nothing here changes it.
 
 from __future__ import annotations
 
-from prefix_store.blocks import NAME_BYTES, BlockName
+from prefix_store.blocks import NAME_BYTES, BlockName, split_names
 from prefix_store.events import KvEventLog
 from prefix_store.misses import Cause, Departure, GhostNames, Miss
 from prefix_store.node import Node
@@ -79,7 +79,3 @@ def block_before(node: Node, first: int) -> BlockName | None:
     while parent is not None and parent.is_entry:
         parent = parent.parent
     return None if parent is None else parent.last_name
-
-
-def split_names(names: bytes) -> list[BlockName]:
-    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from prefix_store.blocks import NAME_BYTES, BlockName, token_ids
+from prefix_store.blocks import BlockName, split_names, token_ids
 
 MEDIUM_DEVICE = "GPU"
 """What vLLM calls the memory that the model computes in, whatever it is."""
@@ -176,4 +176,4 @@ class KvEventLog:
 
 
 def _hashes(names: bytes) -> list[bytes | int]:
-    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+    return [*split_names(names)]

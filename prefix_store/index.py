@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockId, BlockNamer, TokenKind
 from prefix_store.books import Books
@@ -38,6 +39,10 @@ Measured by `benchmarks/index.py`, rounded up.
 
 ID_BYTES = 40
 """Memory of a block id: the number itself and one reference to it."""
+
+
+TokenView: TypeAlias = bytes | memoryview
+"""Tokens as bytes, to look at; see `blocks.token_view`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +92,7 @@ class RadixIndex:
 
     # ---- looks
 
-    def match(self, scope: str, data: bytes, limit_bytes: int, public_bytes: int) -> IndexMatch | None:
+    def match(self, scope: str, data: TokenView, limit_bytes: int, public_bytes: int) -> IndexMatch | None:
         """The longest cached prefix of the first `limit_bytes` of `data`, of which the first
         `public_bytes` are public. None when there is no tree to look in.
         """
@@ -104,27 +109,34 @@ class RadixIndex:
         behind.path = match.path + behind.path
         return behind
 
-    def match_below(self, start: Node, data: bytes, position: int, limit_bytes: int) -> IndexMatch:
+    def match_below(self, start: Node, data: TokenView, position: int, limit_bytes: int) -> IndexMatch:
         """Continues a match from the end of `start`, which is at `position` of `data`."""
-        node, path = start, [start]
+        match = self._descend(start, data, position, limit_bytes)
+        end, position = match.path[-1], match.num_bytes
+        if match.inside is None and end.children and position + TOKEN_BYTES <= limit_bytes:
+            rest = bytes(data[position : min(position + self._block_bytes, limit_bytes)])
+            self._match_tail(match, end, rest)
+        return match
+
+    def _descend(self, node: Node, data: TokenView, position: int, limit_bytes: int) -> IndexMatch:
+        """Full blocks only, and the rows behind them where the match ends inside a run."""
+        path = [node]
         block_bytes = self._block_bytes
         while position + block_bytes <= limit_bytes:
-            child = node.children.get(data[position : position + block_bytes])
+            child = node.children.get(bytes(data[position : position + block_bytes]))
             if child is None:
                 break
             run = child.tokens
-            if position + len(run) > limit_bytes or not data.startswith(run, position):
+            end = position + len(run)
+            if end > limit_bytes or not run.startswith(data[position:end]):
                 return self._match_inside(child, path, data, position, limit_bytes)
             node = child
             path.append(node)
-            position += len(run)
-        match = IndexMatch(path=path, num_bytes=position)
-        if node.children and position < limit_bytes:
-            self._match_tail(match, node, data[position : min(position + block_bytes, limit_bytes)])
-        return match
+            position = end
+        return IndexMatch(path=path, num_bytes=position)
 
     def _match_inside(
-        self, child: Node, path: list[Node], data: bytes, position: int, limit_bytes: int
+        self, child: Node, path: list[Node], data: TokenView, position: int, limit_bytes: int
     ) -> IndexMatch:
         """The prompt shares the first block of `child` and leaves it before its end."""
         common = common_prefix(child.tokens, data[position : min(position + len(child.tokens), limit_bytes)])
@@ -143,7 +155,10 @@ class RadixIndex:
 
     def _match_tail(self, match: IndexMatch, node: Node, rest: bytes) -> None:
         """The child whose first block shares the most tokens with `rest`."""
+        first_token = rest[:TOKEN_BYTES]
         for key in node.keys_near(rest):
+            if not key.startswith(first_token):
+                continue
             rows = _common_prefix_short(key, rest) // TOKEN_BYTES
             if rows > match.tail_rows:
                 child = node.children[key]
@@ -311,36 +326,31 @@ class RadixIndex:
     # ---- growing
 
     def grow(
-        self,
-        node: Node,
-        data: bytes,
-        start: int,
-        end: int,
-        blocks: list[BlockId],
-        kind: TokenKind,
-        now: float,
+        self, node: Node, data: bytes, blocks: list[BlockId], kind: TokenKind, now: float
     ) -> tuple[Node, list[BlockId]]:
-        """Indexes the full blocks of `data[start:end]`, written in `blocks`, below `node`, for its holder.
+        """Indexes the full blocks of `data`, written in `blocks`, below `node`, for its holder.
 
         Returns the node where they end, held by the caller together with all before it,
         and the blocks that stand for them. Those found already are taken from the index:
         the caller's duplicates of them are no longer needed.
         """
-        match = self.match_below(node, data, start, end)
+        match = self._descend(node, data, 0, len(data))
         last = self.cut(match)
+        if match.num_bytes == 0:
+            return self._append(last, data, blocks, kind, now), blocks
         found: list[BlockId] = []
         for step in match.path[1:]:
             self._hold(step, now)
             found += step.blocks
-        if match.num_bytes < end:
-            fresh = blocks[len(found) :] if found else blocks
-            last = self._append(last, data[match.num_bytes : end], fresh, kind, now)
+        if match.num_bytes < len(data):
+            fresh = blocks[len(found) :]
+            last = self._append(last, data[match.num_bytes :], fresh, kind, now)
             found += fresh
         return last, found
 
     def _append(self, node: Node, tokens: bytes, blocks: list[BlockId], kind: TokenKind, now: float) -> Node:
         """New blocks after `node`, held once by the caller."""
-        names = b"".join(self._namer.chain_bytes(node.last_name, tokens))
+        names = self._namer.chain_bytes(node.last_name, tokens)
         extends = (
             node.blocks
             and node.holders == 1
@@ -424,7 +434,6 @@ class RadixIndex:
         self._order.evict(victim, keep, now)
         self._books.removed(victim, keep, cause, now)
         evicted = victim.blocks[keep:]
-        evicted.reverse()
         self._pool.unpark(len(evicted))
         self._pool.give_back(evicted)
         self.num_blocks -= len(evicted)
@@ -581,7 +590,7 @@ class RadixIndex:
             assert node.parent is not None
             assert len(node.tokens) == len(node.blocks) * self._block_bytes
             names = self._namer.chain_bytes(node.parent.last_name, node.tokens)
-            assert b"".join(names) == node.names, "a name is not the hash of its prefix"
+            assert names == node.names, "a name is not the hash of its prefix"
 
     def _check_children(self, node: Node) -> None:
         keys = sorted(node.children)
@@ -614,12 +623,12 @@ def _is_one_run(upper: Node, lower: Node) -> bool:
     )
 
 
-def common_prefix(left: bytes, right: bytes) -> int:
+def common_prefix(left: bytes, right: TokenView) -> int:
     """Length of the longest common prefix, by bisection over bulk comparisons."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
+        if left.startswith(right[low:middle], low):
             low = middle
         else:
             high = middle - 1

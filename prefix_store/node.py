@@ -15,7 +15,7 @@ from prefix_store.blocks import NAME_BYTES, BlockId, BlockName, TokenKind
 if TYPE_CHECKING:
     from prefix_store.pins import Pin
 
-FEW_CHILDREN = 16
+FEW_CHILDREN = 4
 """Up to here a search for the nearest child looks at all of them."""
 
 _BUCKET_KEYS = 512

