@@ -192,6 +192,7 @@ def _dashboard(gateway: Gateway, clock: Clock) -> Dashboard:
         hasher=key_hasher(gateway.secret),
         meter=gateway.meter,
         form_key=gateway.secret.subkey("dashboard-form"),
+        form_timeout_seconds=gateway.settings.body_timeout_seconds,
         executor=gateway.database_threads,
         model_name=lambda: next(
             (worker.card.model for worker in gateway.roster.workers if worker.card), None

@@ -125,10 +125,9 @@ def _layout(start: str, end: str) -> Figure:
         "showlegend": True,
         "legend": {
             "orientation": "h",
-            "x": 1,
-            "xanchor": "right",
-            "y": _TOKENS_TOP,
-            "yanchor": "bottom",
+            "x": 0,
+            "y": -0.12,
+            "yanchor": "top",
             "traceorder": "normal",
             "itemclick": False,
             "itemdoubleclick": False,

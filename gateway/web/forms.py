@@ -22,7 +22,6 @@ from starlette.requests import ClientDisconnect, Request
 
 MAX_FORM_BYTES: Final = 4096
 MAX_FIELDS: Final = 8
-FORM_TIMEOUT_SECONDS: Final = 10.0
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 _NONCE_BYTES: Final = 32
 
@@ -31,13 +30,13 @@ class BadForm(Exception):
     """Not a form of ours: wrong type, too large, too slow or unreadable. The message says which."""
 
 
-async def read_form(request: Request) -> Mapping[str, str]:
+async def read_form(request: Request, *, timeout_seconds: float) -> Mapping[str, str]:
     """The fields of a urlencoded body; of a repeated one the last. Raises `BadForm`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != FORM_TYPE:
         raise BadForm(f"a form is sent as {FORM_TYPE}")
     try:
-        async with asyncio.timeout(FORM_TIMEOUT_SECONDS):
+        async with asyncio.timeout(timeout_seconds):
             body = await _read(request)
         return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except TimeoutError:

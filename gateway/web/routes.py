@@ -83,6 +83,7 @@ class Dashboard:
     hasher: KeyHasher
     meter: Meter
     form_key: bytes
+    form_timeout_seconds: float
     executor: Executor
     model_name: Callable[[], str | None]
     clock: Clock
@@ -106,7 +107,7 @@ class Dashboard:
                 lambda: usage_report(self.database, tenant_id=visit.principal.tenant_id, start=start, end=end)
             )
         except _SignedOut as ended:
-            return _to_sign_in(ended.reason)
+            return _to_sign_in(request, ended.reason)
         except DatabaseUnavailable:
             return await self._notice("Not available", _AWAY, status=503)
         return await self._today(request, visit, report, is_behind=is_behind)
@@ -119,7 +120,7 @@ class Dashboard:
 
     async def sign_in(self, request: Request) -> Response:
         try:
-            form = await forms.read_form(request)
+            form = await forms.read_form(request, timeout_seconds=self.form_timeout_seconds)
         except forms.BadForm:
             return await self._notice("Not a form", _NO_FORM, status=400)
         nonce = _nonce(request)
@@ -140,15 +141,15 @@ class Dashboard:
     async def sign_out(self, request: Request) -> Response:
         session = self._session(request)
         if session is None:
-            return _to_sign_in(None)
+            return _to_sign_in(request, None)
         try:
-            form = await forms.read_form(request)
+            form = await forms.read_form(request, timeout_seconds=self.form_timeout_seconds)
         except forms.BadForm:
             form = {}
         if not forms.is_same(form.get("form_token"), session.form_token):
             return await self._notice("Not a form", _NO_FORM, status=403)
         self.sessions.close(_token(request))
-        return _to_sign_in(None)
+        return _to_sign_in(request, None)
 
     async def show_asset(self, request: Request) -> Response:
         found = (await self._run(assets.load_assets)).get(request.path_params["name"])
@@ -250,9 +251,11 @@ class Dashboard:
         )
 
 
-def _to_sign_in(reason: str | None) -> Response:
+def _to_sign_in(request: Request, reason: str | None) -> Response:
     response = pages.go_to(SIGN_IN if reason is None else f"{SIGN_IN}?ended={reason}")
-    response.delete_cookie(SESSION_COOKIE, path=HOME, httponly=True, samesite="strict")
+    # What another site makes a browser send comes without the cookie, and must not be what deletes it.
+    if SESSION_COOKIE in request.cookies:
+        response.delete_cookie(SESSION_COOKIE, path=HOME, httponly=True, samesite="strict")
     return response
 
 

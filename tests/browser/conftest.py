@@ -40,7 +40,7 @@ class Visitor:
 
     def sign_in_as(self, customer: Customer) -> None:
         self.sign_in(customer.secret)
-        self.page.get_by_role("heading", name="Today").wait_for()
+        self.page.get_by_role("heading", name="Today", exact=True).wait_for()
 
     def wait_for_chart(self) -> None:
         self.page.locator("#figure[data-drawn]").wait_for()

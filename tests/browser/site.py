@@ -126,9 +126,15 @@ class Site:
 
 
 @contextmanager
-def running_site(home: Path, *, database_url: str | None = None) -> Iterator[Site]:
+def running_site(home: Path, *, body_timeout_seconds: float = 30.0) -> Iterator[Site]:
     """Serves on a free port, from a thread of its own, until the block ends."""
-    settings = Settings(home=home, database_url=database_url, worker_url=None, drain_seconds=0)
+    settings = Settings(
+        home=home,
+        database_url=None,
+        worker_url=None,
+        drain_seconds=0,
+        body_timeout_seconds=body_timeout_seconds,
+    )
     gateway = build_gateway(settings)
     prepare_database(settings.database, gateway.database)
     clock = MovableClock()

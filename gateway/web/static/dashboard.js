@@ -29,6 +29,7 @@
     const figure = JSON.parse(source.textContent);
     const draw = () => drawFigure(target, figure).then(() => target.setAttribute("data-drawn", ""));
     dark.addEventListener("change", draw);
+    target.replaceChildren();
     draw();
   }
 
