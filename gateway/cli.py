@@ -72,9 +72,16 @@ class CommandRefused(Exception):
 
 
 def main() -> None:
-    """Entry point: a refusal is one line on standard error, never a stack trace."""
-    try:
+    """Entry point of the command."""
+    with refusals_told():
         app()
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """A refusal is one line on standard error and an exit status, never a stack trace."""
+    try:
+        yield
     except ValidationError as error:
         _end(_settings_fault(error), EXIT_USAGE)
     except (CommandRefused, BillingError, SecretUnusable, PortTaken, WorkerEnded, WorkerSlow) as error:

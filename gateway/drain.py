@@ -9,8 +9,12 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import structlog
+
 from gateway.asgi import Exchange
 from gateway.edge.errors import ServiceUnavailable
+
+log = structlog.get_logger("gateway.drain")
 
 
 class Drain:
@@ -45,6 +49,8 @@ class Drain:
     async def drain(self, grace_seconds: float) -> None:
         """Waits for running exchanges, then interrupts the rest: each ends its stream with an error event."""
         self.is_draining = True
+        if self._running:
+            log.info("draining", running=self.num_running, grace_seconds=grace_seconds)
         try:
             async with asyncio.timeout(grace_seconds):
                 await self._idle.wait()

@@ -214,10 +214,17 @@ def main() -> None:
     if options.fail is not None:
         sys.exit(options.fail)
     if options.pid_file is not None:
-        options.pid_file.write_text(str(os.getpid()))
+        write_whole(options.pid_file, str(os.getpid()))
     if options.exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     asyncio.run(_serve(options.port_file))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads the file finds all of the text or no file."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def _exit_when_stdin_closes() -> None:
@@ -231,9 +238,7 @@ async def _serve(port_file: Path) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with served(ScriptedWorker().app(), listener):
-            temporary = port_file.with_suffix(".new")
-            temporary.write_text(str(listener.getsockname()[1]))
-            temporary.rename(port_file)
+            write_whole(port_file, str(listener.getsockname()[1]))
             await stop.wait()
 
 

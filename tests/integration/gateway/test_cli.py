@@ -1,0 +1,104 @@
+"""The operator's commands, in one process, on SQLite."""
+
+import re
+from uuid import uuid4
+
+import pytest
+from typer.testing import CliRunner
+
+from billing.errors import BillingError
+from gateway.cli import CommandRefused, app
+
+
+@pytest.fixture
+def headstart(tmp_path):
+    """Runs a command in a home of its own and returns what it printed; raises what it refuses with."""
+    runner = CliRunner(env={"HEADSTART_HOME": str(tmp_path / "home"), "HEADSTART_DATABASE_URL": ""})
+
+    def run(*arguments: str) -> str:
+        result = runner.invoke(app, arguments)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def migrated(headstart):
+    headstart("migrate")
+    return headstart
+
+
+def test_a_command_before_the_first_migration_says_what_to_do(headstart):
+    with pytest.raises(CommandRefused, match="headstart migrate"):
+        headstart("tenants", "list")
+
+
+def test_migrating_twice_is_migrating_once(headstart, tmp_path):
+    headstart("migrate")
+    assert "The schema is current." in headstart("migrate")
+    assert "A first key was made" in headstart("migrate", "--first-key")
+    assert "still valid" in headstart("migrate", "--first-key")
+    assert (tmp_path / "home" / "first-key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lost_first_key_is_not_replaced(headstart, tmp_path):
+    headstart("migrate", "--first-key")
+    (tmp_path / "home" / "first-key").unlink()
+    assert "Keys exist" in headstart("migrate", "--first-key")
+
+
+def test_tenants_and_keys_come_and_go(migrated):
+    assert migrated("tenants", "create", "acme").startswith("acme ")
+    assert "acme" in migrated("tenants", "list")
+    key = migrated("keys", "create", "--tenant", "acme", "--label", "ci").strip()
+    assert re.fullmatch(r"hs-\w{8}-\w+", key)
+    listed = migrated("keys", "list", "--tenant", "acme")
+    assert "ci" in listed
+    assert key[:11] in listed
+    assert key not in listed
+    (key_id,) = re.findall(r"[0-9a-f-]{36}", listed)
+    assert migrated("keys", "revoke", key_id) == "revoked\n"
+    assert len(re.findall(r"\d{4}-\d\d-\d\d", migrated("keys", "list", "--tenant", "acme"))) == 2
+
+
+def test_the_usage_of_a_tenant_without_any_is_zero(migrated):
+    migrated("tenants", "create", "acme")
+    report = migrated("usage", "--tenant", "acme", "--since", "2026-01-01", "--until", "2026-01-02")
+    for name in ("requests", "uncached tokens", "cached tokens", "output tokens"):
+        assert re.search(rf"{name}\s+│\s+0 ", report)
+    assert re.search(r"hit share\s+│\s+0\.00 %", report)
+    assert re.search(r"saved\s+│\s+0\.00 USD", report)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tenants", "create", " padded "),
+        ("keys", "create", "--tenant", "nobody", "--label", "x"),
+        ("keys", "list", "--tenant", "nobody"),
+        ("keys", "revoke", str(uuid4())),
+        ("usage", "--tenant", "nobody"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(migrated, arguments):
+    with pytest.raises(BillingError):
+        migrated(*arguments)
+
+
+def test_a_period_that_runs_backwards_is_refused(migrated):
+    migrated("tenants", "create", "acme")
+    with pytest.raises(CommandRefused, match="before"):
+        migrated("usage", "--tenant", "acme", "--since", "2026-01-02", "--until", "2026-01-01")
+
+
+def test_a_gateway_without_a_worker_is_refused(migrated):
+    with pytest.raises(CommandRefused, match="HEADSTART_WORKER_URL"):
+        migrated("gateway")
+
+
+def test_a_gateway_does_not_start_on_an_old_schema(headstart):
+    with pytest.raises(CommandRefused, match="headstart migrate"):
+        headstart("gateway", "--worker-url", "http://127.0.0.1:9", "--port", "0")
