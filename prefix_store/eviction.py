@@ -89,11 +89,13 @@ class EvictionOrder:
 
     def hit(self, node: Node, now: float) -> None:
         """A prompt brought this run back. A generated one is a prompt from now on."""
+        policy = self._policy_of(node)
         if node.kind is TokenKind.GENERATED:
-            self._policy_of(node).remove(node)
+            policy.remove(node)
             node.kind = TokenKind.USER
-            self._policy_of(node).insert(node, _facts(node), now)
-        self._policy_of(node).hit(node, now)
+            policy = self._policy_of(node)
+            policy.insert(node, _facts(node), now)
+        policy.hit(node, now)
 
     def grow(self, node: Node, num_added: int) -> None:
         self._count(node.scope, num_added)

@@ -179,6 +179,8 @@ class KeyOrder:
         bucket = self._buckets[at]
         place = bisect_left(bucket, key)
         near = bucket[max(place - 1, 0) : place + 1]
+        if place == 0 and at > 0:
+            near.insert(0, self._buckets[at - 1][-1])
         if place == len(bucket) and at + 1 < len(self._buckets):
             near.append(self._firsts[at + 1])
         return near

@@ -105,9 +105,18 @@ class Statistics:
         self._max_scopes = max_scopes
         self._by_scope: dict[str, Tally] = {}
         self._other = Tally()
+        # The last one asked for: reports come in bursts of one scope.
+        self._scope: str | None = None
+        self._tally = self._other
 
     def of(self, scope: str) -> Tally:
         """The row of a scope, to count in. The scope not seen for longest may be folded for it."""
+        if scope != self._scope:
+            self._tally = self._bring_to_front(scope)
+            self._scope = scope
+        return self._tally
+
+    def _bring_to_front(self, scope: str) -> Tally:
         tally = self._by_scope.pop(scope, None)
         if tally is None:
             tally = Tally()

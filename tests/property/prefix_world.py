@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from prefix_store.blocks import TOKEN_BYTES, BlockId, BlockNamer, TokenKind, token_ids
+from prefix_store.events import KvEventLog
 from prefix_store.eviction import GENERATED_AGES_FASTER
 from prefix_store.index import PUBLIC_SCOPE
 from prefix_store.leases import Lease
@@ -66,7 +67,7 @@ class World:
             seed=7, model_fingerprint="m", dtype="f32", kv_codec="raw", block_size=BLOCK
         )
     )
-    max_index_bytes: int | None = None
+    events: KvEventLog | None = None
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -76,6 +77,7 @@ class World:
             namer=self.namer,
             clock=lambda: self.now,
             max_pinned_share=MAX_PINNED / NUM_BLOCKS,
+            events=self.events,
         )
         self.store.declare_public(array("I", PUBLIC))
         self.cached: dict[Key, Cached] = {}
