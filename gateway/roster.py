@@ -71,7 +71,7 @@ class Roster:
         self._polling: asyncio.Task[None] | None = None
         self._urls: tuple[str, ...] = ()
         self._encoders: dict[str, PromptEncoder] = {}
-        self._refreshing = asyncio.Lock()
+        self._refreshing: asyncio.Task[None] | None = None
         self.workers: tuple[Worker, ...] = ()
 
     def point_to(self, *urls: str) -> None:
@@ -86,18 +86,24 @@ class Roster:
         self._polling = asyncio.create_task(self._poll(), name="roster-poll")
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._polling
+        for task in (self._polling, self._refreshing):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         if self._session is not None:
             await self._session.close()
-        self._session, self._polling, self.workers = None, None, ()
+        self._session, self._polling, self._refreshing, self.workers = None, None, None, ()
 
     async def refresh(self) -> None:
-        """Asks every worker for its card now. Callers that come together share the turn."""
-        async with self._refreshing:
-            await asyncio.gather(*(self._refresh(worker) for worker in self.workers))
+        """Asks every worker for its card. Whoever comes while that is going on waits for the same answers."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh_all(), name="roster-refresh")
+        # Shielded: one asker that hangs up must not take the answers from the others.
+        await asyncio.shield(self._refreshing)
+
+    async def _refresh_all(self) -> None:
+        await asyncio.gather(*(self._refresh(worker) for worker in self.workers))
 
     def _build_workers(self, session: aiohttp.ClientSession) -> None:
         known = {worker.url: worker for worker in self.workers}

@@ -55,6 +55,7 @@ class Exchange:
     """One generation as the worker saw it. `cancelled` is set when the gateway hung up."""
 
     request: GenerateRequest
+    gateway_port: int
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -76,6 +77,7 @@ class ScriptedWorker:
             epoch="1",
         )
         self.files = prompt_files()
+        self.cards_served = 0
         self.exchanges: list[Exchange] = []
         self.arrived = asyncio.Event()
         self._prompts: dict[str, list[list[int]]] = {}
@@ -115,6 +117,7 @@ class ScriptedWorker:
 
     def app(self) -> Starlette:
         async def card(_: Request) -> Response:
+            self.cards_served += 1
             return Response(msgspec.json.encode(self.card), media_type="application/json")
 
         async def file(request: Request) -> Response:
@@ -129,7 +132,8 @@ class ScriptedWorker:
                 status, body = self.refusal
                 return Response(body, status_code=status, media_type="application/json")
             wanted = msgspec.json.decode(await request.body(), type=GenerateRequest)
-            exchange = Exchange(wanted)
+            assert request.client is not None
+            exchange = Exchange(wanted, request.client.port)
             self.exchanges.append(exchange)
             return _EventResponse(exchange, self.script(wanted), self.arrived)
 

@@ -207,11 +207,10 @@ async def test_a_worker_that_does_not_close_its_stream_delays_nobody(shared_stac
 
 
 async def test_connections_to_the_worker_are_used_again(shared_stack):
-    for _ in range(3):
+    for _ in range(6):
         assert (await post(shared_stack, stream=True)).status_code == 200
-    session = shared_stack.gateway.roster._session
-    assert session is not None
-    assert sum(len(idle) for idle in session.connector._conns.values()) == 1
+    ports = {exchange.gateway_port for exchange in shared_stack.worker.exchanges}
+    assert len(ports) <= 2, "one for generations, and perhaps the one that asks for the card"
 
 
 async def test_a_worker_with_another_model_is_noticed_and_its_files_are_used(start_stack):
@@ -233,3 +232,15 @@ async def test_unusable_tokenizer_files_are_a_reason_not_to_be_ready(start_stack
         (worker,) = stack.gateway.roster.workers
         assert worker.away_because is not None
         assert "tokenizer.json" in worker.away_because
+
+
+async def test_requests_for_an_unknown_model_ask_the_worker_once_together(start_stack):
+    async with start_stack(card_poll_seconds=60) as stack:
+        await post(stack)
+        asked = stack.worker.cards_served
+        async with stack.http() as http:
+            answers = await asyncio.gather(
+                *(http.post(PATH, json=BODY | {"model": f"unknown-{number}"}) for number in range(20))
+            )
+        assert {answer.status_code for answer in answers} == {404}
+        assert stack.worker.cards_served - asked < 20
