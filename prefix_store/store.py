@@ -433,19 +433,25 @@ class PrefixStore:
         """What happened since the last call, as the next numbered batch."""
         return None if self._books.events is None else self._books.events.close_batch(timestamp)
 
+    def replay_events(self, sequence: int) -> list[NumberedBatch] | None:
+        """The batches from number `sequence` on; None when the first of them is no longer kept."""
+        return self._event_log().since(sequence)
+
     def snapshot(self, timestamp: float) -> NumberedBatch:
         """All indexed full blocks, in place of every batch up to now."""
+        return self._event_log().snapshot(self._stored_events(), timestamp)
+
+    def _event_log(self) -> KvEventLog:
         if self._books.events is None:
             raise ValueError("this store keeps no events")
-        return self._books.events.snapshot(self._stored_events(), timestamp)
+        return self._books.events
 
     def _stored_events(self) -> Iterator[BlockStored]:
-        events = self._books.events
-        assert events is not None
+        log = self._event_log()
         for node in self._index.nodes():
             if node.blocks and not node.is_tail:
                 parent = block_before(node, 0)
-                yield events.stored_event(parent=parent, names=node.names, tokens=node.tokens)
+                yield log.stored_event(parent=parent, names=node.names, tokens=node.tokens)
 
     # ---- room
 

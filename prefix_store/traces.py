@@ -159,7 +159,11 @@ class _Blocks:
         """Ids from a file. With a `base`, they are local to what that stands for."""
         if not isinstance(hash_ids, list) or not all(type(one) is int and one >= 0 for one in hash_ids):
             raise TraceError(self._path, line_number, "hash_ids must be a list of whole numbers, 0 or more")
-        blocks = hash_ids if base is None else [self._ids.setdefault((base, one), len(self._ids)) for one in hash_ids]
+        blocks = (
+            hash_ids
+            if base is None
+            else [self._ids.setdefault((base, one), len(self._ids)) for one in hash_ids]
+        )
         self._count(line_number, len(blocks))
         before = _NO_BLOCK
         for block in blocks:
@@ -200,7 +204,9 @@ def _session_requests(
     for session, (line_number, record) in enumerate(records):
         path = blocks._path
         if _count(path, line_number, record, "block_size") != block_size:
-            raise TraceError(path, line_number, f"block_size differs from {block_size}, that of the first line")
+            raise TraceError(
+                path, line_number, f"block_size differs from {block_size}, that of the first line"
+            )
         requests = record.get("requests")
         if not isinstance(requests, list):
             raise TraceError(path, line_number, "requests must be a list")
