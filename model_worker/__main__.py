@@ -54,7 +54,7 @@ def main() -> int:
     except ValidationError as error:
         sys.stderr.write(f"headstart worker: {error}\n")
         return 2
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    _configure_logs()
     if settings.exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     try:
@@ -66,6 +66,20 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"headstart worker: {error}\n")
         return 1
+
+
+def _configure_logs() -> None:
+    """JSON lines on standard error, like the gateway's. Never prompt text: events carry counts and ids."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def _listen(settings: WorkerSettings) -> socket.socket:
@@ -90,7 +104,7 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
     try:
         if settings.port_file is not None:
             _write_atomically(settings.port_file, str(listener.getsockname()[1]))
-        log.info("worker_ready", model=worker.card.model, port=listener.getsockname()[1])
+        log.info("worker_listening", model=worker.card.model, port=listener.getsockname()[1])
         server.run(sockets=[listener])
     finally:
         worker.engine.stop()
