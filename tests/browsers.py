@@ -5,13 +5,13 @@ Knows where browsers lie and how to start one. Does not know pages.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from playwright.sync_api import Browser, sync_playwright
+
+from tests.debian import find_or_install
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
@@ -31,15 +31,7 @@ class BrowserMissingError(RuntimeError):
 
 def chromium_path() -> str:
     """The program's path. Installs Debian's package where that is possible; raises BrowserMissingError."""
-    found = find_chromium()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(
-            ["apt-get", "install", "-y", "--no-install-recommends", "chromium"],
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        found = find_chromium()
+    found = find_or_install(find_chromium, "chromium")
     if found is None:
         raise BrowserMissingError(
             "these tests drive a real Chromium and found none: install Debian's `chromium` package, "

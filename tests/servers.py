@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.debian import find_or_install
+
 START_TIMEOUT_SECONDS = 60
 STOP_TIMEOUT_SECONDS = 20
 UNPRIVILEGED_USERS = ("postgres", "nobody")
@@ -55,15 +57,7 @@ def running_postgres() -> Iterator[PostgresServer]:
 
 def postgres_binaries() -> Path:
     """The newest installed server's program folder. Installs Debian's package where that is possible."""
-    found = find_postgres_binaries()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(
-            ["apt-get", "install", "-y", "--no-install-recommends", "postgresql"],
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        found = find_postgres_binaries()
+    found = find_or_install(find_postgres_binaries, "postgresql")
     if found is None:
         raise ServerMissingError(
             "these tests run a real PostgreSQL and found none: install Debian's `postgresql` package, "
