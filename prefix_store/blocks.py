@@ -26,6 +26,9 @@ BlockId = NewType("BlockId", int)
 """Index of a block in the pool: `0 <= id < num_blocks`."""
 
 BlockName = bytes
+TokenView: TypeAlias = bytes | memoryview
+"""Tokens as bytes, to look at: see `token_view`."""
+
 TokenIds: TypeAlias = "array[int]"
 """Token ids as `array('I')`: four bytes each."""
 
@@ -72,6 +75,18 @@ def token_ids(data: bytes) -> TokenIds:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
+
+
+def common_prefix(left: bytes, right: TokenView) -> int:
+    """Length of the longest common prefix, by bisection over bulk comparisons."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class BlockNamer:
@@ -122,7 +137,7 @@ class BlockNamer:
         """Names of the full blocks of `tokens`, which follow the block called `parent`."""
         return split_names(self.chain_bytes(parent, token_view(tokens)))
 
-    def chain_bytes(self, parent: BlockName, data: bytes | memoryview) -> bytes:
+    def chain_bytes(self, parent: BlockName, data: TokenView) -> bytes:
         """Like `chain`, from token bytes to names joined.
 
         One hash a block is the cost of naming, and the rest of the loop matters as much:

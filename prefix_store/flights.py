@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefix_store.blocks import TOKEN_BYTES
-from prefix_store.index import common_prefix
+from prefix_store.blocks import TOKEN_BYTES, common_prefix
 from prefix_store.leases import Lease
 from prefix_store.node import Node
 

@@ -19,9 +19,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
-from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockId, BlockNamer, TokenKind
+from prefix_store.blocks import (
+    NAME_BYTES,
+    TOKEN_BYTES,
+    BlockId,
+    BlockNamer,
+    TokenKind,
+    TokenView,
+    common_prefix,
+)
 from prefix_store.books import Books
 from prefix_store.eviction import EvictionOrder
 from prefix_store.misses import Cause
@@ -39,10 +46,6 @@ Measured by `benchmarks/index.py`, rounded up.
 
 ID_BYTES = 40
 """Memory of a block id: the number itself and one reference to it."""
-
-
-TokenView: TypeAlias = bytes | memoryview
-"""Tokens as bytes, to look at; see `blocks.token_view`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -621,18 +624,6 @@ def _is_one_run(upper: Node, lower: Node) -> bool:
         and upper.was_hit == lower.was_hit
         and upper.lapsed == lower.lapsed
     )
-
-
-def common_prefix(left: bytes, right: TokenView) -> int:
-    """Length of the longest common prefix, by bisection over bulk comparisons."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left.startswith(right[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _common_prefix_short(left: bytes, right: bytes) -> int:

@@ -15,34 +15,34 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from prefix_store.blocks import (
-    NAME_BYTES,
     TOKEN_BYTES,
     BlockId,
     BlockNamer,
     TokenIds,
     TokenKind,
-    split_names,
+    TokenView,
     token_bytes,
     token_view,
 )
 from prefix_store.books import Books, block_before
 from prefix_store.events import BlockStored, KvEventLog, NumberedBatch
 from prefix_store.eviction import EvictionOrder, ScopeQuotas
+from prefix_store.explain import MissExplainer, Question
 from prefix_store.flights import FlightBoard, Role
-from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex, TokenView, common_prefix
+from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex
 from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowCopy
-from prefix_store.misses import Cause, GhostNames, Miss, MissReason
+from prefix_store.misses import Cause, GhostNames, Miss
 from prefix_store.node import Node
 from prefix_store.pins import Pin, PinBoard, PinBudgetExceeded
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.policy.protocol import EvictionPolicy
 from prefix_store.pool import BlockCounts, BlockPool, OutOfBlocks
+from prefix_store.public import PublicPrefixes
 from prefix_store.statistics import Statistics
 
 GHOSTS_PER_BLOCK = 2
@@ -78,7 +78,6 @@ class PrefixStore:
             raise ValueError("max_pinned_share must be in [0, 1)")
         self.block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
-        self._namer = namer
         self._clock = clock
         self._max_pinned_blocks = int(max_pinned_share * num_blocks)
         self._max_index_bytes = math.inf if max_index_bytes is None else max_index_bytes
@@ -87,11 +86,13 @@ class PrefixStore:
         self._books = Books(ghosts=GhostNames(capacity=GHOSTS_PER_BLOCK * num_blocks), events=events)
         self._index = RadixIndex(namer=namer, pool=self._pool, order=self._order, books=self._books)
         self._flights = FlightBoard(block_size=block_size)
+        self._public = PublicPrefixes(block_size=block_size)
+        self._explainer = MissExplainer(
+            namer=namer, ghosts=self._books.ghosts, flights=self._flights, public=self._public
+        )
         self._pins = PinBoard()
         self._num_pinned = 0
         self._leases: dict[Lease, None] = {}
-        self._public: list[bytes] = []
-        self._max_public_bytes = 0
 
     # ---- looks
 
@@ -119,7 +120,7 @@ class PrefixStore:
         return PrefixMatch(num_tokens=0 if match is None else match.num_tokens)
 
     def _look(self, scope: str, data: TokenView, limit_bytes: int) -> IndexMatch | None:
-        return self._index.match(scope, data, min(limit_bytes, len(data)), self._public_bytes(data))
+        return self._index.match(scope, data, min(limit_bytes, len(data)), self._public.num_bytes(data))
 
     def explain(self, scope: str, tokens: TokenIds, *, max_cached_tokens: int) -> Miss | None:
         """Why an `acquire` now would not find more. None when nothing that was or is cached was missed.
@@ -129,7 +130,8 @@ class PrefixStore:
         data = token_view(tokens)
         limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
         match = self._look(scope, data, limit_bytes)
-        return self._miss(scope, data, match, limit_bytes, len(data) // self._block_bytes)
+        question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
+        return self._explainer.explain(question, max_lost_blocks=len(data) // self._block_bytes)
 
     # ---- leases
 
@@ -153,17 +155,13 @@ class PrefixStore:
             raise ValueError("max_cached_tokens must not be negative")
         if scope == PUBLIC_SCOPE:
             raise ValueError("a scope must not be empty: that one is the deployment's")
-        data = token_view(tokens)
-        now = self._now()
-        public_bytes = self._public_bytes(data)
+        data, now = token_view(tokens), self._now()
+        public_bytes = self._public.num_bytes(data)
         limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
         match = self._index.match(scope, data, limit_bytes, public_bytes)
-        miss = self._miss(scope, data, match, limit_bytes, 1)
-        if match is None:
-            root = self._index.open_scope(PUBLIC_SCOPE if public_bytes else scope, now)
-            match = IndexMatch(path=[root], num_bytes=0)
-        else:
-            self._index.hold(match, now)
+        question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
+        miss = self._explainer.explain(question, max_lost_blocks=1)
+        match = self._hold(match, PUBLIC_SCOPE if public_bytes else scope, now)
         lease = Lease(
             scope=scope,
             num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
@@ -176,6 +174,13 @@ class PrefixStore:
         self._credit(lease, match, now)
         self._books.asked(scope, len(tokens), lease.cached_tokens, miss)
         return lease
+
+    def _hold(self, match: IndexMatch | None, scope: str, now: float) -> IndexMatch:
+        """Holds what was found; where nothing was, the root of the scope to begin in."""
+        if match is None:
+            return IndexMatch(path=[self._index.open_scope(scope, now)], num_bytes=0)
+        self._index.hold(match, now)
+        return match
 
     def _credit(self, lease: Lease, match: IndexMatch, now: float) -> None:
         """Adds what was found, and is held by now, to a lease that has no private blocks."""
@@ -411,21 +416,7 @@ class PrefixStore:
 
     def declare_public(self, tokens: TokenIds) -> None:
         """Full blocks of prompts that begin like `tokens` are shared by all scopes, as far as they do."""
-        data = token_bytes(tokens)
-        data = data[: len(data) // self._block_bytes * self._block_bytes]
-        if data and data not in self._public:
-            insort(self._public, data)
-            self._max_public_bytes = max(self._max_public_bytes, len(data))
-
-    def _public_bytes(self, data: TokenView) -> int:
-        """How much of a prompt is public, in whole blocks: one of two neighbours in byte order says."""
-        public = self._public
-        if not public:
-            return 0
-        front = bytes(data[: self._max_public_bytes])
-        at = bisect_left(public, front)
-        common = max(common_prefix(near, front) for near in public[max(at - 1, 0) : at + 1])
-        return common // self._block_bytes * self._block_bytes
+        self._public.declare(token_view(tokens))
 
     # ---- events
 
@@ -480,72 +471,6 @@ class PrefixStore:
                 return False
             self._index.evict(victim, num_blocks, Cause.PRESSURE, now)
         return True
-
-    # ---- misses
-
-    def _miss(
-        self, scope: str, data: TokenView, match: IndexMatch | None, limit_bytes: int, max_lost_blocks: int
-    ) -> Miss | None:
-        """Why the match ends where it does, before `limit_bytes`."""
-        if limit_bytes == 0:
-            return Miss(reason=MissReason.BELOW_MINIMUM, token_index=0)
-        num_bytes = 0 if match is None else match.num_bytes
-        token_index = 0 if match is None else match.num_tokens
-        if token_index * TOKEN_BYTES >= limit_bytes:
-            return None
-        if match is not None and match.num_inside == 0:
-            rest = bytes(data[num_bytes : num_bytes + self._block_bytes])
-            if self._flights.writer_after(match.path[-1], rest) is not None:
-                return Miss(reason=MissReason.NOT_YET_WRITTEN, token_index=token_index)
-        return self._departed(scope, data, match, token_index, max_lost_blocks) or self._never_there(
-            match, token_index
-        )
-
-    def _departed(
-        self, scope: str, data: TokenView, match: IndexMatch | None, token_index: int, max_lost_blocks: int
-    ) -> Miss | None:
-        """The miss of blocks that were there once."""
-        num_bytes = 0 if match is None else match.num_bytes
-        end = min(num_bytes + max_lost_blocks * self._block_bytes, len(data))
-        before = self._name_before(scope, data, match)
-        names = split_names(self._namer.chain_bytes(before, data[num_bytes:end]))
-        departure = self._books.ghosts.find(names[0]) if names else None
-        if departure is None:
-            return None
-        num_lost = next(
-            (n for n, name in enumerate(names) if self._books.ghosts.find(name) is None), len(names)
-        )
-        reason = MissReason.EXPIRED if departure.cause is Cause.EXPIRED else MissReason.EVICTED
-        return Miss(
-            reason=reason,
-            token_index=token_index,
-            gone_at=departure.at,
-            cause=departure.cause,
-            lost_tokens=(num_bytes + num_lost * self._block_bytes) // TOKEN_BYTES - token_index,
-        )
-
-    def _name_before(self, scope: str, data: TokenView, match: IndexMatch | None) -> bytes:
-        """The name that the name of the first missing block continues from."""
-        public_bytes = self._public_bytes(data)
-        if match is None:
-            return self._namer.root(PUBLIC_SCOPE if public_bytes else scope)
-        if match.inside is not None and match.num_inside:
-            last = (match.num_inside - 1) * NAME_BYTES
-            name = match.inside.names[last : last + NAME_BYTES]
-        else:
-            name = match.path[-1].last_name
-        if match.num_bytes == public_bytes > 0 and match.path[-1].scope == PUBLIC_SCOPE:
-            return self._namer.enter_scope(name, scope)
-        return name
-
-    def _never_there(self, match: IndexMatch | None, token_index: int) -> Miss | None:
-        """The miss of tokens that the nearest cached prompt does not have; None if it just ends there."""
-        if token_index == 0:
-            return Miss(reason=MissReason.NO_SHARED_PREFIX, token_index=0)
-        assert match is not None
-        if match.inside is not None or match.path[-1].children:
-            return Miss(reason=MissReason.DIVERGED, token_index=token_index)
-        return None
 
     # ---- invariants
 

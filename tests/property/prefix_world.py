@@ -19,6 +19,8 @@ from prefix_store.index import PUBLIC_SCOPE
 from prefix_store.leases import Lease
 from prefix_store.node import Node
 from prefix_store.pins import Pin, PinBudgetExceeded
+from prefix_store.policy.lru import LruPolicy
+from prefix_store.policy.protocol import EvictionPolicy
 from prefix_store.pool import OutOfBlocks
 from prefix_store.store import PrefixStore
 
@@ -68,6 +70,7 @@ class World:
         )
     )
     events: KvEventLog | None = None
+    policy: EvictionPolicy = field(default_factory=LruPolicy)
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -78,6 +81,7 @@ class World:
             clock=lambda: self.now,
             max_pinned_share=MAX_PINNED / NUM_BLOCKS,
             events=self.events,
+            policy=self.policy,
         )
         self.store.declare_public(array("I", PUBLIC))
         self.cached: dict[Key, Cached] = {}
@@ -248,6 +252,18 @@ class World:
         for key in gone:
             del self.cached[key]
 
+    def adopt_evictions(self, num_blocks: int) -> None:
+        """Another policy chose: as many had to go, and each may go once what followed it has gone."""
+        resident = {key for key, _, _ in self.resident()}
+        gone = {key for key in self.cached if key not in resident}
+        assert len(gone) == num_blocks
+        while gone:
+            leaves = gone.intersection(self.evictable())
+            assert leaves, "a block went before what follows it, or while it was held or pinned"
+            for key in leaves:
+                del self.cached[key]
+            gone -= leaves
+
     def extend(self, seq: Sequence, num_tokens: int) -> None:
         self.tick()
         wanted = -(-num_tokens // BLOCK) - len(seq.lease.block_table)
@@ -268,8 +284,11 @@ class World:
             grown = seq.lease.block_table
             assert grown[: len(table)] == table
             seq.lease.block_table = table
-            while wanted > self.num_free():
-                assert self.evict_one(), "a block came from nowhere"
+            if isinstance(self.policy, LruPolicy):
+                while wanted > self.num_free():
+                    assert self.evict_one(), "a block came from nowhere"
+            else:
+                self.adopt_evictions(max(wanted - self.num_free(), 0))
             seq.lease.block_table = grown
         self.verify()
 

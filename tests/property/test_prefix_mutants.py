@@ -34,6 +34,7 @@ from prefix_store.node import Node
 from prefix_store.pins import Pin
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.pool import BlockPool
+from prefix_store.public import PublicPrefixes
 from prefix_store.store import PrefixStore
 from tests.property.test_prefix_store import lives
 
@@ -136,7 +137,7 @@ def keeps_a_stale_tail(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_public_text_private(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixStore, "_public_bytes", lambda self, data: 0)
+    patch.setattr(PublicPrefixes, "num_bytes", lambda self, data: 0)
 
 
 def lets_a_scope_through_anothers_gate(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefix_store.blocks import BlockNamer, TokenIds
 from prefix_store.leases import Lease
+from prefix_store.policy.lru import LruPolicy
 from prefix_store.store import PrefixStore
 
 BLOCK = 4
@@ -55,6 +56,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.clock = Clock()
+        if "quotas" not in self.options:
+            self.options = {"policy": LruPolicy()} | self.options
         self.store = PrefixStore(
             num_blocks=self.num_blocks,
             block_size=BLOCK,

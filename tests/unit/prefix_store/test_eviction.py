@@ -82,7 +82,7 @@ def test_an_answer_that_came_back_in_a_prompt_is_a_prompt() -> None:
 
 
 def fair(**weights: float) -> Bench:
-    return Bench(num_blocks=16, options={"quotas": ScopeQuotas(weights=weights)})
+    return Bench(num_blocks=16, options={"quotas": ScopeQuotas(make_policy=LruPolicy, weights=weights)})
 
 
 def test_one_tenant_cannot_flush_another() -> None:
@@ -127,7 +127,7 @@ def test_shares_are_by_weight() -> None:
 
 
 def test_a_scope_keeps_no_more_than_its_cap() -> None:
-    bench = Bench(num_blocks=16, options={"quotas": ScopeQuotas(max_share=0.25)})
+    bench = Bench(num_blocks=16, options={"quotas": ScopeQuotas(make_policy=LruPolicy, max_share=0.25)})
     bench.serve(prompt(1, 8 * BLOCK))
     assert bench.store.counts.cached == 4
     assert bench.cached(prompt(1, 8 * BLOCK)) == 4 * BLOCK
