@@ -46,8 +46,9 @@ class Visitor:
         self.page.locator("#figure[data-drawn]").wait_for()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    """Not for the whole session: while it runs, Playwright's event loop is the thread's running one."""
     with running_chromium() as browser:
         yield browser
 
