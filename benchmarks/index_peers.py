@@ -67,7 +67,7 @@ class Ours:
 
 
 class OursIndex:
-    """The index alone, with names and reference counts: what SGLang's radix cache does, and names."""
+    """The index and the pool: names, match, insert, blocks, reference counts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from prefix_store.blocks import BlockNamer, TokenKind, token_bytes, token_view

@@ -133,6 +133,10 @@ class BlockNamer:
         """The name a scope's own blocks continue from, after a public prefix that ends at `parent`."""
         return self._hash128(_tagged((("public", parent.hex()), ("scope", scope))), self._seed)
 
+    def name(self, parent: BlockName, block: bytes) -> BlockName:
+        """Name of one block, by its token bytes."""
+        return self._hash128(parent + block, self._seed)
+
     def chain(self, parent: BlockName, tokens: TokenIds) -> list[BlockName]:
         """Names of the full blocks of `tokens`, which follow the block called `parent`."""
         return split_names(self.chain_bytes(parent, token_view(tokens)))

@@ -6,9 +6,11 @@ written. Does not know text: whoever can name the message adds that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
-from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockName, BlockNamer, TokenView, split_names
+from prefix_store.blocks import NAME_BYTES, TOKEN_BYTES, BlockName, BlockNamer, TokenView
 from prefix_store.flights import FlightBoard
 from prefix_store.index import PUBLIC_SCOPE, IndexMatch
 from prefix_store.misses import Cause, GhostNames, Miss, MissReason
@@ -71,22 +73,31 @@ class MissExplainer:
 
     def _departed(self, question: Question, max_lost_blocks: int) -> Miss | None:
         """Blocks that were there once."""
-        start = question.matched_bytes
-        missing = question.data[start : start + max_lost_blocks * self._block_bytes]
-        names = split_names(self._namer.chain_bytes(self._name_before(question), missing))
-        departure = self._ghosts.find(names[0]) if names else None
+        names = self._missing_names(question, max_lost_blocks)
+        name = next(names, None)
+        departure = None if name is None else self._ghosts.find(name)
         if departure is None:
             return None
-        known = (number for number, name in enumerate(names) if self._ghosts.find(name) is None)
-        num_lost = next(known, len(names))
+        num_lost = 1 + sum(1 for _ in takewhile(self._ghosts.find, names))
+        end = question.matched_bytes + num_lost * self._block_bytes
         expired = departure.cause is Cause.EXPIRED
         return Miss(
             reason=MissReason.EXPIRED if expired else MissReason.EVICTED,
             token_index=question.token_index,
             gone_at=departure.at,
             cause=departure.cause,
-            lost_tokens=(start + num_lost * self._block_bytes) // TOKEN_BYTES - question.token_index,
+            lost_tokens=end // TOKEN_BYTES - question.token_index,
         )
+
+    def _missing_names(self, question: Question, max_blocks: int) -> Iterator[BlockName]:
+        """Names of the prompt's full blocks from the first missing one on, hashed as they are asked for."""
+        data, block_bytes = question.data, self._block_bytes
+        first = question.matched_bytes
+        end = min(first + max_blocks * block_bytes, len(data))
+        name = self._name_before(question)
+        for start in range(first, end - block_bytes + 1, block_bytes):
+            name = self._namer.name(name, bytes(data[start : start + block_bytes]))
+            yield name
 
     def _name_before(self, question: Question) -> BlockName:
         """The name that the name of the first missing block continues from."""

@@ -17,7 +17,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 from prefix_store.blocks import (
     TOKEN_BYTES,
@@ -236,8 +235,8 @@ class PrefixStore:
 
     def _seal(self, lease: Lease, tokens: TokenIds, num_full: int, now: float) -> None:
         """One growth of the index for each stretch of blocks of one kind and one scope."""
-        for kind, upto in self._stretches(lease, num_full):
-            first = lease.num_indexed
+        while (first := lease.num_indexed) < num_full:
+            kind, upto = self._stretch(lease, first, num_full)
             if not self._fits_in_index(lease.scope, upto - first, now):
                 break
             if first == lease.num_public_blocks:
@@ -252,16 +251,17 @@ class PrefixStore:
                 self._pool.give_back(duplicates)
         self._flights.moved(lease)
 
-    def _stretches(self, lease: Lease, num_full: int) -> Iterator[tuple[TokenKind, int]]:
-        """(kind, end) of the stretches that the blocks to seal fall into, in order."""
+    def _stretch(self, lease: Lease, first: int, num_full: int) -> tuple[TokenKind, int]:
+        """(kind, end) of the stretch that begins with block `first`: up to where kind or scope changes."""
+        num_system = lease.num_system_tokens // self.block_size
         num_prompt = lease.num_prompt_tokens // self.block_size
-        num_system = min(lease.num_system_tokens // self.block_size, num_prompt)
-        cuts = sorted({lease.num_indexed, lease.num_public_blocks, num_system, num_prompt, num_full})
-        for start, end in pairwise(cut for cut in cuts if lease.num_indexed <= cut <= num_full):
-            if start < num_system:
-                yield TokenKind.SYSTEM, end
-            else:
-                yield TokenKind.USER if start < num_prompt else TokenKind.GENERATED, end
+        end = num_full
+        for cut in (lease.num_public_blocks, num_system, num_prompt):
+            if first < cut < end:
+                end = cut
+        if first >= num_prompt:
+            return TokenKind.GENERATED, end
+        return TokenKind.SYSTEM if first < num_system else TokenKind.USER, end
 
     def _enter_scope(self, lease: Lease, now: float) -> None:
         """Behind a public prefix a lease goes on in its own scope."""
