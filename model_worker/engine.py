@@ -224,7 +224,7 @@ class Engine:
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
-        for sequence in step.admitted:
+        for sequence in step.begun:
             assert sequence.started is not None
             self._counters.prompt_tokens_cached += sequence.started.cached.total
             self._emit(sequence, sequence.started)

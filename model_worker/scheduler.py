@@ -5,8 +5,11 @@ of the store. Does not know tensors: it returns integers for the runner.
 
 First in, first out. Sequences that decode go first, one token each; what is
 left of the budget goes to prefill in chunks, admitted ones before new ones.
-When blocks run out, the sequence admitted last is preempted: its blocks become
-cached ones, and it resumes by computing again what was evicted meanwhile.
+What one sequence is computing no other computes beside it: a prompt that
+shares its next blocks with one under way follows it, and begins where they part
+(or where the other stopped). When blocks run out, the sequence admitted last
+is preempted: its blocks become cached ones, and it resumes by computing again
+what was evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from dataclasses import dataclass, field
 
 from model_worker.protocol import Started, TierTokens
 from model_worker.sequence import Sequence
-from prefix_store.leases import RowCopy
+from prefix_store.flights import Following
+from prefix_store.leases import Lease, RowCopy
 from prefix_store.pool import OutOfBlocks
 from prefix_store.store import PrefixStore
 
@@ -45,7 +49,7 @@ class Step:
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[RowCopy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
+    begun: list[Sequence] = field(default_factory=list)
     budget: int
 
     def add(self, sequence: Sequence) -> None:
@@ -76,12 +80,13 @@ class Scheduler:
         """Chooses the next step. Holds blocks for every chunk in it."""
         step = Step(budget=self._step_tokens)
         self._grow_running()
-        for sequence in sorted(self.running, key=lambda one: one.is_prefilling):
+        under_way = [sequence for sequence in self.running if sequence.has_begun]
+        for sequence in sorted(under_way, key=lambda one: one.is_prefilling):
             if step.budget:
                 step.add(sequence)
-        while step.budget and self.waiting and len(self.running) < self._max_running:
-            if not self._admit(self.waiting[0], step):
-                break
+        followers = [sequence for sequence in self.running if not sequence.has_begun]
+        if all(self._advance(sequence, step) for sequence in followers):
+            self._admit_waiting(step)
         return step
 
     def commit(self, step: Step) -> None:
@@ -92,6 +97,8 @@ class Scheduler:
             if sequence.shares_cache:
                 assert sequence.lease is not None
                 self._store.seal(sequence.lease, sequence.tokens, sequence.num_computed)
+                if not sequence.is_prefilling:
+                    self._store.leave_flight(sequence.lease)
 
     def finish(self, sequence: Sequence) -> None:
         """Gives back every block of a sequence that ended, in whatever state it is."""
@@ -118,7 +125,7 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         """Makes room for every running sequence's next token, oldest first, preempting the youngest."""
-        for sequence in list(self.running):
+        for sequence in [one for one in self.running if one.has_begun]:
             while sequence.lease is not None:
                 try:
                     self._store.extend(sequence.lease, len(sequence.tokens))
@@ -126,41 +133,64 @@ class Scheduler:
                 except OutOfBlocks:
                     self._preempt(self.running[-1])
 
-    def _admit(self, sequence: Sequence, step: Step) -> bool:
-        """Moves the head of the queue to running if its whole prompt fits now."""
-        limit = len(sequence.tokens) - 1 if sequence.shares_cache else 0
-        lease = self._store.acquire(sequence.request.scope, sequence.tokens, max_cached_tokens=limit)
+    def _admit_waiting(self, step: Step) -> None:
+        """Takes from the head of the queue while there is budget, and room for what begins."""
+        while step.budget and self.waiting and len(self.running) < self._max_running:
+            sequence = self.waiting.popleft()
+            sequence.lease = self._store.acquire(
+                sequence.request.scope,
+                sequence.tokens,
+                max_cached_tokens=sequence.max_cached_tokens,
+                num_prompt_tokens=sequence.num_prompt,
+            )
+            self.running.append(sequence)
+            step.copies.extend(sequence.lease.copies)
+            if not self._advance(sequence, step):
+                break
+
+    def _advance(self, sequence: Sequence, step: Step) -> bool:
+        """Begins a sequence, unless another computes its next blocks. False when there is no room to."""
+        lease = sequence.lease
+        assert lease is not None
+        if sequence.shares_cache:
+            limit = sequence.max_cached_tokens
+            if self._store.catch_up(lease, sequence.tokens, max_cached_tokens=limit):
+                step.copies.extend(lease.copies)
+            if isinstance(self._store.join_flight(lease, sequence.tokens), Following):
+                return True
+        if not step.budget:
+            return True
         try:
             self._store.extend(lease, len(sequence.tokens))
         except OutOfBlocks:
-            self._store.discard(lease)
+            self._preempt(sequence)
             return False
-        self.waiting.popleft()
-        self.running.append(sequence)
-        sequence.lease = lease
-        sequence.num_computed = lease.cached_tokens
-        step.copies.extend(lease.copies)
+        self._begin(sequence, lease, step)
+        return True
+
+    def _begin(self, sequence: Sequence, lease: Lease, step: Step) -> None:
+        sequence.has_begun = True
+        sequence.num_computed = cached = lease.cached_tokens
         if sequence.started is None:
-            cached = lease.cached_tokens
             sequence.started = Started(
                 cached=TierTokens(device=cached), uncached=sequence.num_prompt - cached
             )
-            step.admitted.append(sequence)
+            step.begun.append(sequence)
         step.add(sequence)
-        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.num_computed_before = max(sequence.num_computed_before, sequence.num_computed)
+        self.preemptions += sequence.has_begun
         self._release(sequence)
-        sequence.num_computed = 0
         self.waiting.appendleft(sequence)
-        self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
-        if sequence.shares_cache:
+        if sequence.shares_cache and sequence.has_begun:
             self._store.release(sequence.lease, sequence.tokens, sequence.num_computed)
         else:
             self._store.discard(sequence.lease)
         sequence.lease = None
+        sequence.has_begun = False
+        sequence.num_computed = 0

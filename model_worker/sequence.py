@@ -1,8 +1,10 @@
 """One request being generated: its tokens, its blocks, and how far it is.
 
-States: waiting -> running -> finished; a preempted sequence goes back from
-running to waiting and keeps its tokens. Only the scheduler moves a sequence
-between states and touches its lease; only the engine appends tokens.
+States: waiting -> following -> begun -> finished. A follower holds what is
+cached of its prompt while another sequence computes its next blocks; most
+sequences begin at once. A preempted sequence goes back to waiting and keeps its
+tokens. Only the scheduler moves a sequence between states and touches its
+lease; only the engine appends tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class Sequence:
     """A prompt and what was generated after it.
 
     `num_computed` counts tokens whose KV is in the pool. `started` is frozen at
-    first admission: preemption and resumption never turn into customer hits.
+    first beginning: preemption and resumption never turn into customer hits.
     `num_computed_before` is how far it was when it was last preempted.
     """
 
@@ -31,6 +33,7 @@ class Sequence:
     tokens: array[int]
     num_prompt: int
     lease: Lease | None = None
+    has_begun: bool = False
     num_computed: int = 0
     started: Started | None = None
     num_computed_before: int = 0
@@ -58,6 +61,11 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.num_prompt
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """What may come from the cache: all but the last token, whose logits choose the next one."""
+        return len(self.tokens) - 1 if self.shares_cache else 0
 
     @property
     def shares_cache(self) -> bool:

@@ -247,3 +247,54 @@ def test_a_failing_forward_pass_ends_its_requests_and_no_others(tiny_model: Load
         assert failed.end == Failed(code="engine_failed", message="the forward pass failed: planted fault")
         assert driver.generate(sound).tokens == before.tokens
         assert driver.idle_stats().blocks_held == 0
+
+
+def test_identical_cold_prompts_at_once_compute_the_prefix_once(tiny_model: LoadedModel) -> None:
+    prompt = prompt_of(8 * 16 + 5)
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=32) as driver:
+        alone = driver.generate(prompt, cache="bypass")
+        before = driver.idle_stats().prompt_tokens_computed
+        together = [driver.submit(prompt) for _ in range(6)]
+        assert {tuple(one.wait().tokens) for one in together} == {tuple(alone.tokens)}
+        computed = driver.idle_stats().prompt_tokens_computed - before - 1
+    # The leader computes all; each follower the tokens behind the last full block, at most.
+    assert computed == sum(one.started.uncached for one in together)
+    assert sorted(one.started.uncached for one in together) == [5] * 5 + [len(prompt)]
+
+
+def test_a_follower_takes_over_when_its_leader_is_cancelled(tiny_model: LoadedModel) -> None:
+    prompt = prompt_of(40 * 16)
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=16) as driver:
+        leader, follower = driver.submit(prompt), driver.submit(prompt)
+        leader.wait_for(Prefilled)
+        driver.engine.cancel(leader.request_id)
+        follower.wait()
+        alone = driver.generate(prompt, cache="bypass")
+        stats = driver.idle_stats()
+    assert follower.tokens == alone.tokens
+    assert 0 < follower.started.cached.total < len(prompt), "it kept what the leader had computed"
+    assert stats.requests_cancelled == 1
+    assert stats.blocks_held == 0
+
+
+def test_prompts_that_part_share_what_they_have_in_common(tiny_model: LoadedModel) -> None:
+    shared = prompt_of(6 * 16)
+    prompts = [shared + prompt_of(20, seed) for seed in range(1, 5)]
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=32) as driver:
+        alone = [driver.generate(prompt, cache="bypass").tokens for prompt in prompts]
+        together = [driver.submit(prompt) for prompt in prompts]
+        assert [one.wait().tokens for one in together] == alone
+    assert sorted(one.started.uncached for one in together) == [20] * 3 + [len(prompts[0])]
+
+
+def test_followers_in_a_tiny_pool_come_to_an_end(tiny_model: LoadedModel) -> None:
+    prompts = [prompt_of(100) + prompt_of(10, seed % 3) for seed in range(9)]
+    with running_engine(tiny_model, kv_cache_blocks=64) as driver:
+        alone = [
+            driver.generate(prompt, max_tokens=30, cache="bypass", ignore_eos=True).tokens
+            for prompt in prompts
+        ]
+    with running_engine(tiny_model, kv_cache_blocks=14, step_tokens=32) as driver:
+        together = [driver.submit(prompt, max_tokens=30, ignore_eos=True) for prompt in prompts]
+        assert [one.wait().tokens for one in together] == alone
+        assert driver.idle_stats().blocks_held == 0
