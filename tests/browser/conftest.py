@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.site import Customer, Site, running_site
 from tests.browsers import running_chromium
 
 DESKTOP = {"width": 1280, "height": 900}
+PATIENCE_MS = 30_000
+"""For whatever a page is waited for: how fast it comes is no claim of these tests."""
+
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass(slots=True)

@@ -245,7 +245,7 @@ def test_a_keyboard_is_enough(visitor: Visitor, acme: Customer) -> None:
     expect(page.get_by_label("API key")).to_be_focused()
     page.keyboard.insert_text(acme.secret)
     page.keyboard.press("Enter")
-    page.get_by_role("heading", name="Today", exact=True).wait_for()
+    visitor.wait_for_chart()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
     expect(page.get_by_role("link", name="Skip to content")).to_be_in_viewport()
