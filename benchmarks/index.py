@@ -40,7 +40,8 @@ from rich.table import Table
 
 from prefix_store.blocks import BlockNamer, token_bytes
 from prefix_store.index import NODE_BYTES
-from prefix_store.store import PrefixStore
+from prefix_store.misses import Cause, Departure, GhostNames
+from prefix_store.store import GHOSTS_PER_BLOCK, PrefixStore
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PEERS_SCRIPT = REPOSITORY / "benchmarks" / "index_peers.py"
@@ -82,7 +83,7 @@ def install(peer: str) -> tuple[Path, Path]:
     if not ready.exists():
         console.print(f"setting up {wheel} in {home}")
         run(sys.executable, "-m", "venv", str(home / "env"))
-        run(str(python), "-m", "pip", "install", "-q", *needs)
+        install_packages(python, needs)
         run(str(python), "-m", "pip", "download", "-q", "--no-deps", "-d", str(home), str(wheel))
         [archive] = home.glob("*.whl")
         with zipfile.ZipFile(archive) as files:
@@ -90,6 +91,14 @@ def install(peer: str) -> tuple[Path, Path]:
         archive.unlink()
         ready.touch()
     return python, packages
+
+
+def install_packages(python: Path, needs: list[str]) -> None:
+    """The CPU build of torch where the registry has it, else the ordinary one."""
+    try:
+        run(str(python), "-m", "pip", "install", "-q", *needs)
+    except subprocess.CalledProcessError:
+        run(str(python), "-m", "pip", "install", "-q", *(need.removesuffix("+cpu") for need in needs))
 
 
 def run(*command: str) -> None:
@@ -335,6 +344,18 @@ def traced_bytes(num_blocks: int, run_blocks: int) -> tuple[int, int]:
     return traced, store.index_bytes
 
 
+def bytes_per_ghost(num_names: int) -> float:
+    """Memory of the name of a block that is gone; the store keeps `GHOSTS_PER_BLOCK` a block at most."""
+    ghosts = GhostNames(capacity=2 * num_names)
+    tracemalloc.start()
+    for start in range(0, num_names, RUN_BLOCKS):
+        names = [random.Random(start + at).randbytes(16) for at in range(RUN_BLOCKS)]
+        ghosts.add(names, Departure(at=float(start), cause=Cause.PRESSURE))
+    traced = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return traced / len(ghosts)
+
+
 def filled_store(
     num_blocks: int, run_blocks: int, namer: BlockNamer, *, keep_prompts: bool = True
 ) -> tuple[PrefixStore, list[array]]:
@@ -445,11 +466,14 @@ def main() -> int:
     )
     cases = compare(lengths, resident, options.repeats)
     bounds, grown = limits(lengths), growth(sizes)
-    used = memory((1, 8, 100), 20_000)
+    used, ghost_bytes = memory((1, 8, 100), 20_000), bytes_per_ghost(100_000)
     show_cases(cases)
     show_rows("limits: xxh3-128 over the bare bytes, the chain of names, comparing the bare bytes", bounds)
     show_rows("cost as the index grows (goal: logarithmic)", grown)
     show_rows(f"memory (a run counts {NODE_BYTES} bytes besides its blocks)", used)
+    console.print(
+        f"name of a block that is gone: {ghost_bytes:.0f} bytes, at most {GHOSTS_PER_BLOCK} for each block"
+    )
     missed = [miss for case in cases for miss in case.misses()] + growth_misses(grown) + memory_misses(used)
     for miss in missed:
         console.print(f"[red]missed[/red] {miss}")
@@ -463,6 +487,7 @@ def main() -> int:
             "limits": [vars(row) for row in bounds],
             "growth": [vars(row) for row in grown],
             "memory": [vars(row) for row in used],
+            "ghost_bytes": ghost_bytes,
             "missed": missed,
         }
         (REPOSITORY / "benchmarks" / "results" / "index.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -90,8 +90,8 @@ class RadixIndex:
         return self.num_nodes * NODE_BYTES + self.num_blocks * self._bytes_per_block
 
     def bytes_to_add(self, num_blocks: int) -> int:
-        """What `num_blocks` more may cost: a run, and a split in front of it."""
-        return 2 * NODE_BYTES + num_blocks * self._bytes_per_block
+        """What `num_blocks` more may cost: a run, a cut in front of it, and a scope's entry."""
+        return 3 * NODE_BYTES + num_blocks * self._bytes_per_block
 
     # ---- looks
 
@@ -198,6 +198,12 @@ class RadixIndex:
             match.path.append(self._split(match.inside, match.num_inside))
             match.inside, match.num_inside = None, 0
         return match.path[-1]
+
+    def forgo_cut(self, match: IndexMatch) -> None:
+        """Makes the match end before the run it ends inside of, so that nothing need be cut."""
+        match.num_bytes -= match.num_inside * self._block_bytes
+        match.inside, match.num_inside = None, 0
+        match.tail_node, match.tail_block, match.tail_rows = None, None, 0
 
     def hold_further(self, match: IndexMatch, now: float) -> Node:
         """Like `hold`, for a match that continues from a node the caller holds."""

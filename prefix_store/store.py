@@ -33,7 +33,7 @@ from prefix_store.events import BlockStored, KvEventLog, NumberedBatch
 from prefix_store.eviction import EvictionOrder, ScopeQuotas
 from prefix_store.explain import MissExplainer, Question
 from prefix_store.flights import FlightBoard, Role
-from prefix_store.index import PUBLIC_SCOPE, IndexMatch, RadixIndex
+from prefix_store.index import NODE_BYTES, PUBLIC_SCOPE, IndexMatch, RadixIndex
 from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowCopy
 from prefix_store.misses import Cause, GhostNames, Miss
 from prefix_store.node import Node
@@ -44,7 +44,7 @@ from prefix_store.pool import BlockCounts, BlockPool, OutOfBlocks
 from prefix_store.public import PublicPrefixes
 from prefix_store.statistics import Statistics
 
-GHOSTS_PER_BLOCK = 2
+GHOSTS_PER_BLOCK = 1
 """Names of evicted blocks remembered, for each block of the pool."""
 
 
@@ -53,7 +53,8 @@ class PrefixStore:
 
     `max_pinned_share` of the pool may be pinned. `max_index_bytes` caps the memory
     of the index itself: beyond it cached prefixes are evicted, and what does not fit
-    even so stays private. `events`, where given, is told what comes and goes.
+    even so stays private; only the root of a scope that an open lease begins in may
+    come on top. `events`, where given, is told what comes and goes.
     """
 
     def __init__(
@@ -155,17 +156,13 @@ class PrefixStore:
         if scope == PUBLIC_SCOPE:
             raise ValueError("a scope must not be empty: that one is the deployment's")
         data, now = token_view(tokens), self._now()
-        public_bytes = self._public.num_bytes(data)
         limit_bytes = min(len(data), max_cached_tokens * TOKEN_BYTES)
-        match = self._index.match(scope, data, limit_bytes, public_bytes)
-        question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
-        miss = self._explainer.explain(question, max_lost_blocks=1)
-        match = self._hold(match, PUBLIC_SCOPE if public_bytes else scope, now)
+        match, miss = self._find(scope, data, limit_bytes, now)
         lease = Lease(
             scope=scope,
             num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
             num_system_tokens=num_system_tokens,
-            num_public_blocks=public_bytes // self._block_bytes,
+            num_public_blocks=self._public.num_bytes(data) // self._block_bytes,
             node=match.path[-1],
             miss=miss,
         )
@@ -174,12 +171,24 @@ class PrefixStore:
         self._books.asked(scope, len(tokens), lease.cached_tokens, miss)
         return lease
 
-    def _hold(self, match: IndexMatch | None, scope: str, now: float) -> IndexMatch:
-        """Holds what was found; where nothing was, the root of the scope to begin in."""
+    def _find(
+        self, scope: str, data: TokenView, limit_bytes: int, now: float
+    ) -> tuple[IndexMatch, Miss | None]:
+        """What is cached of a prompt, held from now on, and why it is not more.
+
+        Where nothing is, the root of the scope to begin in is held.
+        """
+        may_cut = self._fits_in_index(scope, 0, now)
+        match = self._look(scope, data, limit_bytes)
+        question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
+        miss = self._explainer.explain(question, max_lost_blocks=1)
         if match is None:
-            return IndexMatch(path=[self._index.open_scope(scope, now)], num_bytes=0)
+            owner = PUBLIC_SCOPE if self._public.num_bytes(data) else scope
+            return IndexMatch(path=[self._index.open_scope(owner, now)], num_bytes=0), miss
+        if match.num_inside and not may_cut:
+            self._index.forgo_cut(match)
         self._index.hold(match, now)
-        return match
+        return match, miss
 
     def _credit(self, lease: Lease, match: IndexMatch, now: float) -> None:
         """Adds what was found, and is held by now, to a lease that has no private blocks."""
@@ -328,7 +337,10 @@ class PrefixStore:
         self._require_open(lease)
         data, now = token_view(tokens), self._now()
         before = lease.cached_tokens
+        may_cut = self._fits_in_index(lease.scope, 0, now)
         match = self._match_further(lease, data, min(len(data), max_cached_tokens * TOKEN_BYTES), now)
+        if match.num_inside and not may_cut:
+            self._index.forgo_cut(match)
         if match.num_tokens <= before:
             return 0
         lease.node = self._index.hold_further(match, now)
@@ -368,7 +380,10 @@ class PrefixStore:
         if not ttl_seconds > 0.0:
             raise ValueError("ttl_seconds must be positive")
         data, now = token_view(tokens), self._now()
+        may_cut = self._fits_in_index(scope, 0, now)
         match = self._look(scope, data, len(data))
+        if match is not None and match.num_inside and not may_cut:
+            self._index.forgo_cut(match)
         if match is None or match.num_bytes == 0:
             return None
         node = self._index.cut(match)
@@ -465,11 +480,12 @@ class PrefixStore:
 
     def _fits_in_index(self, scope: str, num_blocks: int, now: float) -> bool:
         """Whether so many more blocks may be indexed, once what can go for them is gone."""
-        while self._index.num_bytes + self._index.bytes_to_add(num_blocks) > self._max_index_bytes:
+        limit = self._max_index_bytes - self._index.bytes_to_add(num_blocks)
+        while self._index.num_bytes > limit:
             victim = self._order.victim(scope, now)
             if victim is None:
                 return False
-            self._index.evict(victim, num_blocks, Cause.PRESSURE, now)
+            self._index.evict(victim, max(num_blocks, 1), Cause.PRESSURE, now)
         return True
 
     # ---- invariants
@@ -505,7 +521,7 @@ class PrefixStore:
         self._check_holders()
         counts = self.counts
         assert counts.free + counts.cached + counts.held == counts.total
-        assert self._index.num_bytes <= self._max_index_bytes
+        assert self._index.num_bytes <= self._max_index_bytes + len(self._leases) * NODE_BYTES
 
     def _check_lease(self, lease: Lease, where: dict[BlockId, str]) -> None:
         assert lease.state is LeaseState.OPEN

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
 
 from prefix_store.eviction import GENERATED_AGES_FASTER, ScopeQuotas
+from prefix_store.pins import PinBudgetExceeded
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.store import PrefixStore
 from tests.unit.prefix_store.support import BLOCK, OTHER_SCOPE, SCOPE, Bench, make_namer, prompt
@@ -169,3 +173,29 @@ def test_an_index_too_small_for_a_prompt_leaves_it_private() -> None:
     bench.serve(prompt(1, 8 * BLOCK))
     assert bench.cached(prompt(1, 8 * BLOCK)) == 0
     assert bench.store.counts.free == 16
+
+
+def test_quotas_pins_public_text_and_a_small_index_together_keep_every_invariant() -> None:
+    rng = random.Random(5)
+    options = {"quotas": ScopeQuotas(max_share=0.5), "max_index_bytes": 12_000, "max_pinned_share": 0.3}
+    bench = Bench(num_blocks=24, options=options)
+    bench.store.declare_public(prompt(1, 2 * BLOCK))
+    for _ in range(600):
+        ids = prompt(rng.randint(1, 3), rng.randint(0, 3 * BLOCK)) + prompt(
+            rng.randint(1, 3), rng.randint(1, 9)
+        )
+        scope = rng.choice(("aa", "bb", "cc"))
+        dice = rng.random()
+        if dice < 0.8:
+            bench.serve(ids, scope, num_prompt=rng.randint(0, len(ids)))
+        elif dice < 0.9:
+            bench.clock.wait(5.0)
+            with suppress(PinBudgetExceeded):
+                bench.store.pin(scope, ids, ttl_seconds=20.0)
+        else:
+            lease = bench.acquire(ids, scope)
+            bench.store.extend(lease, len(ids))
+            bench.store.discard(lease)
+        bench.store.check()
+        assert bench.store.index_bytes <= 12_000
+        assert bench.store.counts.held == 0
