@@ -148,8 +148,13 @@ class PromptEncoder:
         at_least = 0 if self._longest_token is None else len(text) // self._longest_token
         if at_least > max_tokens:
             raise PromptTooLong(at_least)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        if len(text) <= INLINE_CHARACTERS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        # The batch call lets go of the interpreter while it works, the single one holds it: on a thread or
+        # not, the event loop would stand still.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
 
     async def encode_off_loop(
         self, messages: Sequence[Message], *, max_tokens: int, executor: Executor
