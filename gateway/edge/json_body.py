@@ -63,21 +63,33 @@ def too_deep() -> InvalidRequest:
 
 def _explain_value(document: object) -> InvalidRequest:
     """Finds what the tolerant decoder let through. Iterative: the document may be as deep as the
-    decoder allows.
+    decoder allows. A path is made only for what has one to tell or to pass on.
     """
     pending: list[tuple[str, object]] = [("", document)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, str) and _SURROGATE.search(value):
-            return InvalidRequest(
-                "The text holds a lone surrogate, which is not Unicode.", param=path or WHOLE_BODY
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            return InvalidRequest("The number is not finite.", param=path or WHOLE_BODY)
+        fault = _fault(value)
+        if fault is not None:
+            return InvalidRequest(fault, param=path or WHOLE_BODY)
         if isinstance(value, list):
-            pending.extend((f"{path}[{index}]", item) for index, item in enumerate(value))
+            pending.extend((f"{path}[{index}]", item) for index, item in enumerate(value) if _matters(item))
         elif isinstance(value, dict):
-            if any(_SURROGATE.search(key) for key in value):
-                return InvalidRequest("A field's name holds a lone surrogate.", param=path or WHOLE_BODY)
-            pending.extend((f"{path}.{key}" if path else key, item) for key, item in value.items())
+            pending.extend(
+                (f"{path}.{key}" if path else key, item) for key, item in value.items() if _matters(item)
+            )
     return InvalidRequest("The body is not JSON.", param=WHOLE_BODY)
+
+
+def _matters(value: object) -> bool:
+    return isinstance(value, list | dict) or _fault(value) is not None
+
+
+def _fault(value: object) -> str | None:
+    """What is wrong with a value itself; its members are looked at by themselves."""
+    if isinstance(value, str) and _SURROGATE.search(value):
+        return "The text holds a lone surrogate, which is not Unicode."
+    if isinstance(value, float) and not math.isfinite(value):
+        return "The number is not finite."
+    if isinstance(value, dict) and any(_SURROGATE.search(key) for key in value):
+        return "A field's name holds a lone surrogate."
+    return None

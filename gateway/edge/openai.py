@@ -27,6 +27,7 @@ from gateway.edge.errors import ApiError, InvalidRequest, UnknownParameter, Unsu
 JSON_TYPE: Final = "application/json"
 EVENT_STREAM_TYPE: Final = "text/event-stream; charset=utf-8"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
+MAX_MESSAGES: Final = 2048
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 256
 
@@ -61,7 +62,7 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1, max_length=256)]
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None

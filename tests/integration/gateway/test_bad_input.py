@@ -4,10 +4,13 @@ gateway lives on.
 
 import asyncio
 import json
+import threading
 
 import pytest
 
 from gateway.app import Gateway
+from gateway.edge import openai
+from gateway.edge.canonical import CanonicalRequest
 from tests.integration.gateway.conftest import Stack
 from tests.integration.gateway.scripted_worker import MODEL, WINDOW
 
@@ -79,7 +82,9 @@ async def refusal(stack: Stack, content: bytes, **headers: str) -> tuple[int, di
             "messages",
             "context_length_exceeded",
         ),
-        (body(messages=[HELLO[0]] * 10_000), 400, "messages", "context_length_exceeded"),
+        (body(messages=[HELLO[0]] * 2048), 400, "messages", "context_length_exceeded"),
+        (body(messages=[HELLO[0]] * 10_000), 400, "messages", "invalid_value"),
+        (body(tools=[*range(100_000), float("nan")]), 400, "tools[100000]", None),
     ],
 )
 async def test_a_bad_body_is_refused_by_name(shared_stack, content, status, param, code):
@@ -103,6 +108,24 @@ async def test_a_bad_body_is_refused_by_name(shared_stack, content, status, para
 async def test_a_bad_header_is_refused_by_name(shared_stack, headers, status, param):
     got_status, error = await refusal(shared_stack, body(), **headers)
     assert (got_status, error["param"]) == (status, param)
+
+
+async def test_a_large_body_is_read_off_the_event_loop(shared_stack, monkeypatch):
+    threads: list[str] = []
+
+    def watched(content: bytes) -> CanonicalRequest:
+        threads.append(threading.current_thread().name)
+        return parse_chat(content)
+
+    parse_chat = openai.parse_chat
+    monkeypatch.setattr(openai, "parse_chat", watched)
+    async with shared_stack.http() as http:
+        small = await http.post(PATH, content=body(max_tokens=0), headers=JSON)
+        large = await http.post(PATH, content=body(tools=[0] * 100_000), headers=JSON)
+    assert (small.status_code, large.status_code) == (400, 400)
+    assert large.json()["error"]["param"] == "tools"
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("prompt")
 
 
 async def test_a_request_without_a_key_is_refused_before_its_body_is_looked_at(shared_stack):

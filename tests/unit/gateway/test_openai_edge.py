@@ -235,6 +235,8 @@ def test_an_answer_sent_back_as_the_sdk_dumps_it_is_accepted():
         (ASK + b', "temperature": -Infinity}', "temperature"),
         (ASK + b', "temperature": 1e999}', "temperature"),
         (ASK + b', "seed": ' + b"9" * 5000 + b"}", "seed"),
+        (ASK + b', "tools": [0, "a", {}, {"b": [1, NaN]}]}', "tools[3].b[1]"),
+        (ASK + b', "tools": [{"c": {"\\ud800": 1}}]}', "tools[0].c"),
         (b'{"model": "tiny", "messages": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "messages[0]"),
         (ASK + b', "tools": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "body"),
         (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "a"),
@@ -243,6 +245,11 @@ def test_an_answer_sent_back_as_the_sdk_dumps_it_is_accepted():
 )
 def test_a_body_that_is_not_sound_json_is_refused(raw, param):
     assert refusal(raw).param == param
+
+
+def test_as_many_messages_as_openai_takes_are_read_and_not_one_more():
+    assert len(openai.parse_chat(messages(*[{"role": "user", "content": ""}] * 2048)).messages) == 2048
+    assert refusal(messages(*[{"role": "user", "content": ""}] * 2049)).param == "messages"
 
 
 def test_an_escaped_surrogate_pair_is_a_character():
