@@ -6,8 +6,7 @@ know scheduling, sampling or HTTP.
 
 All sequences of a step lie packed in one row, each token with its own
 position. The cache object writes keys and values into pool slots; the
-attention function then computes each sequence's part over the slots of its
-block table. No mask is registered for our name, so `transformers` builds none
+attention function then computes each segment's part over its slots. No mask is registered for our name, so `transformers` builds none
 (`masking_utils` returns early for custom implementations).
 Checked on transformers 5.24.
 """
@@ -28,16 +27,16 @@ ATTENTION_NAME = "headstart_paged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSequence:
-    """One sequence's part of a step.
+class SegmentTensors:
+    """A `Segment` on the device: which rows, which slots, and what is hidden.
 
-    `rows` are its places in the packed row; `context_slots` the pool slots of
-    tokens 0 to the last one computed now (`[context]`); `mask` is additive,
-    `[group x n, context]`, or None where every query sees the whole context.
+    `rows` are places in the packed row, `slots` the pool slots of the segment's
+    tokens (a slice where they lie side by side: a view instead of a copy).
+    `mask` is additive, `[group x rows, tokens]`, None where all see all.
     """
 
-    rows: slice
-    context_slots: torch.Tensor
+    rows: torch.Tensor | slice
+    slots: torch.Tensor | slice
     mask: torch.Tensor | None
 
 
@@ -46,10 +45,14 @@ class PagedCache:
 
     is_compileable = False
 
-    def __init__(self, pool: KVCache, new_slots: torch.Tensor, sequences: list[PackedSequence]) -> None:
+    def __init__(
+        self, pool: KVCache, new_slots: torch.Tensor, segments: list[SegmentTensors], *, merges: bool
+    ) -> None:
         self.pool = pool
         self.new_slots = new_slots
-        self.sequences = sequences
+        self.segments = segments
+        # Whether some row is in several segments.
+        self.merges = merges
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
@@ -64,15 +67,13 @@ class PagedCache:
 
 
 def causal_mask(
-    *, start: int, stop: int, group: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Additive mask for queries at `start` to `stop` over keys 0 to `stop`, once per query head of a group.
+    *, first: int, start: int, stop: int, group: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Additive mask for queries at positions `first` to `stop` over keys `start` to `stop`.
 
-    Shape `[group x (stop - start), stop]`. None for a single query: it sees everything.
+    Shape `[group x (stop - first), stop - start]`: once per query head of a group.
     """
-    if stop - start == 1:
-        return None
-    visible = torch.ones(stop - start, stop, dtype=torch.bool, device=device).tril(start)
+    visible = torch.ones(stop - first, stop - start, dtype=torch.bool, device=device).tril(first - start)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
     return mask.repeat(group, 1)
 
@@ -86,26 +87,71 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`transformers`' attention signature: `[1, heads, n, head_dim]` in, `[1, n, heads, head_dim]` out.
+    """`transformers`' attention signature: `[1, heads, n, head_dim]` in, `[1, n, heads, head_dim]` out."""
+    cache: PagedCache = kwargs["paged"]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attend = _attend_merging if cache.merges else _attend
+    return attend(cache, layer, query[0], scaling).transpose(0, 1)[None], None
+
+
+def _attend(cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Every row in one segment: query and output `[heads, n, head_dim]`.
 
     Query heads that share a key head are folded into the query length, so keys
     and values are never repeated in memory.
     """
-    cache: PagedCache = kwargs["paged"]
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    num_heads, head_dim = query.shape[1], query.shape[3]
-    output = query.new_empty(query.shape[2], num_heads, head_dim)
-    for sequence in cache.sequences:
-        keys, values = cache.pool.read(layer, sequence.context_slots)
-        num_kv_heads = keys.shape[0]
-        part = query[0, :, sequence.rows]
-        num_rows = part.shape[1]
-        folded = part.reshape(1, num_kv_heads, -1, head_dim)
+    output = torch.empty_like(query)
+    for segment in cache.segments:
+        keys, values = cache.pool.read(layer, segment.slots)
+        rows = query[:, segment.rows]
+        folded = rows.reshape(1, keys.shape[0], -1, query.shape[2])
         attended = F.scaled_dot_product_attention(
-            folded, keys[None], values[None], attn_mask=sequence.mask, scale=scaling
+            folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
         )
-        output[sequence.rows] = attended.view(num_heads, num_rows, head_dim).transpose(0, 1)
-    return output[None], None
+        output[:, segment.rows] = attended.reshape(rows.shape)
+    return output
+
+
+def _attend_merging(
+    cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Rows in several segments: parts are weighted by their share of the softmax's denominator."""
+    num_heads, num_rows, head_dim = query.shape
+    output = query.new_zeros(query.shape, dtype=torch.float32)
+    total = query.new_full((num_heads, num_rows), float("-inf"), dtype=torch.float32)
+    for segment in cache.segments:
+        keys, values = cache.pool.read(layer, segment.slots)
+        rows = query[:, segment.rows]
+        folded = rows.reshape(1, keys.shape[0], -1, head_dim)
+        part, log_sum = attention_with_log_sum(folded, keys[None], values[None], segment.mask, scaling)
+        part, log_sum = part.reshape(rows.shape).float(), log_sum.reshape(rows.shape[:2])
+        before = total[:, segment.rows]
+        after = torch.logaddexp(before, log_sum)
+        kept = (before - after).exp()[..., None] * output[:, segment.rows]
+        output[:, segment.rows] = kept + (log_sum - after).exp()[..., None] * part
+        total[:, segment.rows] = after
+    return output.to(query.dtype)
+
+
+def attention_with_log_sum(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[1, heads, n, head_dim]` and the log-sum-exp of its scores, float32 `[1, heads, n]`."""
+    if query.device.type == "cpu":
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=mask, scale=scaling
+        )
+        return output, log_sum
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores = scores + mask
+    log_sum = scores.logsumexp(-1)
+    return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

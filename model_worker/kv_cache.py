@@ -59,6 +59,17 @@ class KVCache:
         self.keys[layer].index_copy_(1, slots, keys)
         self.values[layer].index_copy_(1, slots, values)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at `slots`: two `[num_kv_heads, n, head_dim]`."""
+    def run(self, block_table: Sequence[int], start: int, stop: int) -> slice | torch.Tensor:
+        """`slots`, as a slice where the blocks lie side by side: then reading them copies nothing."""
+        first, last = start // self.block_size, (stop - 1) // self.block_size
+        blocks = block_table[first : last + 1]
+        if all(block == blocks[0] + index for index, block in enumerate(blocks)):
+            begin = blocks[0] * self.block_size + start - first * self.block_size
+            return slice(begin, begin + stop - start)
+        return self.slots(block_table, start, stop)
+
+    def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at `slots`: two `[num_kv_heads, n, head_dim]`, views where `slots` is a slice."""
+        if isinstance(slots, slice):
+            return self.keys[layer][:, slots], self.values[layer][:, slots]
         return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)

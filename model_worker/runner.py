@@ -10,11 +10,12 @@ from collections.abc import Sequence as Items
 
 import torch
 
-from model_worker.attention import PackedSequence, PagedCache, cache_argument, causal_mask
+from model_worker.attention import PagedCache, SegmentTensors, cache_argument, causal_mask
 from model_worker.kv_cache import KVCache
 from model_worker.models import LoadedModel
-from model_worker.sampling import sample_token
+from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
+from model_worker.segments import Segment, Span, segments_of
 
 
 class ModelRunner:
@@ -27,8 +28,8 @@ class ModelRunner:
         self._group = model.network.config.num_attention_heads // model.num_kv_heads
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> list[int | None]:
-        """Computes the step; per chunk the next token, or None where the prompt goes on."""
+    def execute(self, step: Step) -> list[Choice | DeadEnd | None]:
+        """Computes the step; per chunk what comes next, or None where the prompt goes on."""
         self._cache.copy_rows(step.copies)
         logits = self._forward(step.chunks)
         rows = iter(logits)
@@ -40,32 +41,25 @@ class ModelRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         new_slots: list[torch.Tensor] = []
-        packed: list[PackedSequence] = []
+        spans: list[Span] = []
         last_rows: list[int] = []
         for chunk in chunks:
             lease = chunk.sequence.lease
             assert lease is not None, "a scheduled sequence holds its blocks"
-            context = self._cache.slots(lease.block_table, 0, chunk.stop)
-            begin = len(token_ids)
-            token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.stop])
-            positions.extend(range(chunk.start, chunk.stop))
-            new_slots.append(context[chunk.start :])
-            packed.append(
-                PackedSequence(
-                    rows=slice(begin, len(token_ids)),
-                    context_slots=context,
-                    mask=causal_mask(
-                        start=chunk.start,
-                        stop=chunk.stop,
-                        group=self._group,
-                        dtype=self._model.dtype,
-                        device=device,
-                    ),
+            spans.append(
+                Span(
+                    block_table=lease.block_table,
+                    first_row=len(token_ids),
+                    start=chunk.start,
+                    stop=chunk.stop,
                 )
             )
+            token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.stop])
+            positions.extend(range(chunk.start, chunk.stop))
+            new_slots.append(self._cache.slots(lease.block_table, chunk.start, chunk.stop))
             if chunk.samples:
                 last_rows.append(len(token_ids) - 1)
-        paged = PagedCache(self._cache, torch.cat(new_slots), packed)
+        paged = self._paged_cache(spans, torch.cat(new_slots))
         output = self._model.network(
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -78,8 +72,37 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, : len(last_rows)]
         return logits.float()
 
-    def _next_token(self, chunk: Chunk, logits: torch.Tensor) -> int:
-        sequence = chunk.sequence
-        return sample_token(
-            logits, sequence.request.sampling, seed=sequence.seed, position=sequence.num_output
+    def _paged_cache(self, spans: list[Span], new_slots: torch.Tensor) -> PagedCache:
+        segments = segments_of(spans, self._cache.block_size)
+        num_rows = sum(span.num_rows for span in spans)
+        return PagedCache(
+            self._cache,
+            new_slots,
+            [self._segment_tensors(segment) for segment in segments],
+            merges=sum(len(segment.rows) for segment in segments) > num_rows,
         )
+
+    def _segment_tensors(self, segment: Segment) -> SegmentTensors:
+        rows = segment.rows
+        side_by_side = rows[-1] - rows[0] == len(rows) - 1
+        mask = None
+        if segment.causal_from is not None:
+            mask = causal_mask(
+                first=segment.causal_from,
+                start=segment.start,
+                stop=segment.stop,
+                group=self._group,
+                dtype=self._model.dtype,
+                device=self._model.device,
+            )
+        return SegmentTensors(
+            rows=slice(rows[0], rows[-1] + 1)
+            if side_by_side
+            else torch.tensor(rows, device=self._model.device),
+            slots=self._cache.run(segment.block_table, segment.start, segment.stop),
+            mask=mask,
+        )
+
+    def _next_token(self, chunk: Chunk, logits: torch.Tensor) -> Choice | DeadEnd:
+        sequence = chunk.sequence
+        return sequence.sampler.choose(logits, position=sequence.num_output)

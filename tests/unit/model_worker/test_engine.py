@@ -90,8 +90,9 @@ def test_a_request_cancelled_while_it_waits_computes_nothing(tiny_model: LoadedM
     assert stats.prompt_tokens_computed == 20 + 1
 
 
-def test_many_at_once_give_what_each_gives_alone(tiny_model: LoadedModel) -> None:
-    prompts = [prompt_of(48) + prompt_of(5 + 3 * seed, seed) for seed in range(8)]
+@pytest.mark.parametrize("shared", [0, 48, 100, 160])
+def test_many_at_once_give_what_each_gives_alone(tiny_model: LoadedModel, shared: int) -> None:
+    prompts = [prompt_of(shared) + prompt_of(5 + 3 * seed, seed) for seed in range(8)]
     options: dict[str, object] = {"max_tokens": 30, "ignore_eos": True}
     with running_engine(tiny_model, kv_cache_blocks=256) as driver:
         alone = [driver.generate(prompt, cache="bypass", **options).tokens for prompt in prompts]

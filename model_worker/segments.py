@@ -1,0 +1,105 @@
+"""Which rows of a step attend to which runs of blocks.
+
+Knows block tables, positions and rows as integers. Does not know tensors.
+
+Every row attends to its whole context, once. Sequences that decode and hold the
+same leading blocks attend to those in one segment together, and to the rest
+each in its own; a row with several segments gets its parts merged.
+The idea of computing attention over a shared prefix once: ChunkAttention,
+Ye et al. 2024; the merge by log-sum-exp: FlashAttention-2, Dao 2023.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+MIN_SHARED_BLOCKS = 4
+"""Below this a shared segment saves less than its merge costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One sequence's part of a step: tokens `start` to `stop`, at rows `first_row` and on."""
+
+    block_table: Items[int]
+    first_row: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> list[int]:
+        return list(range(self.first_row, self.first_row + self.num_rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """`rows` attend to tokens `start` to `stop` of a block table.
+
+    `causal_from` is the position of the first row where later rows see more than
+    earlier ones; None where every row sees the whole segment.
+    """
+
+    rows: list[int]
+    block_table: Items[int]
+    start: int
+    stop: int
+    causal_from: int | None = None
+
+
+def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:
+    """The segments of a step. Each (row, visible token) pair is in exactly one."""
+    segments: list[Segment] = []
+    decoding: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.num_rows == 1:
+            decoding[span.block_table[0]].append(span)
+        else:
+            segments.append(_whole(span))
+    for group in decoding.values():
+        # The last token's own block is being written: only blocks before it can be common.
+        shared = _common_blocks(group, block_size) if len(group) > 1 else 0
+        if shared < MIN_SHARED_BLOCKS:
+            segments.extend(map(_whole, group))
+        else:
+            segments.extend(_shared(group, shared * block_size))
+    return segments
+
+
+def _whole(span: Span) -> Segment:
+    return Segment(
+        rows=span.rows,
+        block_table=span.block_table,
+        start=0,
+        stop=span.stop,
+        causal_from=span.start if span.num_rows > 1 else None,
+    )
+
+
+def _shared(group: list[Span], num_tokens: int) -> list[Segment]:
+    common = Segment(
+        rows=[span.first_row for span in group],
+        block_table=group[0].block_table,
+        start=0,
+        stop=num_tokens,
+    )
+    return [common] + [
+        Segment(rows=span.rows, block_table=span.block_table, start=num_tokens, stop=span.stop)
+        for span in group
+    ]
+
+
+def _common_blocks(group: list[Span], block_size: int) -> int:
+    """Leading blocks that all of a group hold, each before its own last token."""
+    tables = [span.block_table for span in group]
+    limit = min((span.stop - 1) // block_size for span in group)
+    first = tables[0]
+    for index in range(limit):
+        if any(table[index] != first[index] for table in tables):
+            return index
+    return limit

@@ -1,0 +1,106 @@
+"""Attention is split into segments without changing what any row sees."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_worker.attention import attention_with_log_sum
+from model_worker.kv_cache import KVCache
+from model_worker.segments import MIN_SHARED_BLOCKS, Segment, Span, segments_of
+
+BLOCK_SIZE = 4
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Span]:
+    """Chunks and decoding sequences over block tables that may begin alike."""
+    prefixes = draw(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=8), min_size=1, max_size=3))
+    spans: list[Span] = []
+    row = 0
+    for number in range(draw(st.integers(1, 6))):
+        common = draw(st.sampled_from(prefixes))
+        num_common = draw(st.integers(0, len(common)))
+        own = [1000 + 10 * number + index for index in range(draw(st.integers(1, 4)))]
+        table = common[:num_common] + own
+        stop = draw(st.integers(num_common * BLOCK_SIZE + 1, len(table) * BLOCK_SIZE))
+        start = stop - 1 if draw(st.booleans()) else draw(st.integers(0, stop - 1))
+        spans.append(Span(block_table=table, first_row=row, start=start, stop=stop))
+        row += stop - start
+    return spans
+
+
+def visible(segment: Segment) -> list[tuple[int, int]]:
+    """The (row, slot) pairs of a segment."""
+    pairs = []
+    for index, row in enumerate(segment.rows):
+        stop = segment.stop if segment.causal_from is None else segment.causal_from + index + 1
+        for token in range(segment.start, stop):
+            slot = segment.block_table[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
+            pairs.append((row, slot))
+    return pairs
+
+
+@given(steps())
+def test_each_row_sees_each_token_before_it_exactly_once(spans: list[Span]) -> None:
+    got = Counter(pair for segment in segments_of(spans, BLOCK_SIZE) for pair in visible(segment))
+    expected = Counter(
+        (row, span.block_table[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE)
+        for span in spans
+        for row, position in zip(span.rows, range(span.start, span.stop), strict=True)
+        for token in range(position + 1)
+    )
+    assert got == expected
+
+
+def test_decoding_sequences_attend_to_what_they_share_together() -> None:
+    shared = list(range(MIN_SHARED_BLOCKS + 2))
+    spans = [
+        Span(
+            block_table=[*shared, 100 + index],
+            first_row=index,
+            start=len(shared) * BLOCK_SIZE + index,
+            stop=len(shared) * BLOCK_SIZE + index + 1,
+        )
+        for index in range(3)
+    ]
+    common, *own = segments_of(spans, BLOCK_SIZE)
+    assert (common.rows, common.stop) == ([0, 1, 2], len(shared) * BLOCK_SIZE)
+    assert [segment.rows for segment in own] == [[0], [1], [2]]
+    assert [segment.start for segment in own] == [common.stop] * 3
+
+
+def test_blocks_side_by_side_are_read_without_a_copy() -> None:
+    cache = KVCache(
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=8,
+        num_blocks=10,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert cache.run([3, 4, 5], 1, 11) == slice(13, 23)
+    keys, _ = cache.read(0, slice(13, 23))
+    assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    scattered = cache.run([3, 5, 4], 1, 11)
+    assert isinstance(scattered, torch.Tensor)
+    assert scattered.tolist() == [13, 14, 15, 20, 21, 22, 23, 16, 17, 18]
+
+
+def test_parts_merged_by_log_sum_are_the_whole() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    cut = random.Random(0).randrange(1, 39)
+    parts = [
+        attention_with_log_sum(query, key[:, :, at], value[:, :, at], None, None)
+        for at in (slice(0, cut), slice(cut, 40))
+    ]
+    total = torch.logaddexp(parts[0][1], parts[1][1])
+    merged = sum((log_sum - total).exp()[..., None] * part for part, log_sum in parts)
+    assert torch.allclose(merged, F.scaled_dot_product_attention(query, key, value), atol=1e-6)
