@@ -14,24 +14,41 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """The text of one sequence. States: open, then stopped once a stop string was met."""
+    """The text of one sequence. States: open, then stopped once a stop string was met.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    Stop strings are looked for in what comes after the first `min_tokens` tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(string for string in stop if string)
+        self._beginnings = frozenset(
+            string[:length] for string in self._stop for length in range(1, len(string))
+        )
+        self._longest_beginning = max(map(len, self._beginnings), default=0)
+        self._tokens_before_stop = min_tokens
         self._held = ""
-        self.stopped = False
+        self.matched: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string, `matched`, ended the text."""
+        return self.matched is not None
 
     def push(self, token_id: int) -> str:
-        """Text that `token_id` completed and that is safe to send; sets `stopped` at a stop string."""
+        """Text that `token_id` completed and that is safe to send; sets `matched` at a stop string."""
         piece = self._stream.step(self._tokenizer, token_id)
+        self._tokens_before_stop -= 1
         if not piece or self.stopped:
             return ""
+        if not self._stop or self._tokens_before_stop >= 0:
+            return piece
         text = self._held + piece
-        cut = min((at for at in (text.find(string) for string in self._stop) if at >= 0), default=-1)
-        if cut >= 0:
-            self.stopped = True
+        found = [(at, string) for string in self._stop if (at := text.find(string)) >= 0]
+        if found:
+            # Of two that begin at one place, the longer says more.
+            cut, self.matched = min(found, key=lambda one: (one[0], -len(one[1])))
             self._held = ""
             return text[:cut]
         keep = self._possible_stop_length(text)
@@ -45,9 +62,7 @@ class Detokenizer:
 
     def _possible_stop_length(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        longest = min(len(text), max((len(string) for string in self._stop), default=1) - 1)
-        for length in range(longest, 0, -1):
-            end = text[-length:]
-            if any(string.startswith(end) for string in self._stop):
+        for length in range(min(len(text), self._longest_beginning), 0, -1):
+            if text[-length:] in self._beginnings:
                 return length
         return 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -29,11 +29,15 @@ from model_worker.protocol import (
     Prefilled,
     Refusal,
     Token,
+    TokenChance,
+    TokenLogprobs,
     WorkerStats,
 )
 from model_worker.runner import ModelRunner
+from model_worker.sampling import Choice, DeadEnd, Sampler
 from model_worker.scheduler import Scheduler
 from model_worker.sequence import Sequence
+from model_worker.structured import StructureCompiler, StructureRefused, Vocabulary
 from prefix_store.store import PrefixStore
 
 log = structlog.get_logger(__name__)
@@ -48,6 +52,13 @@ class RequestRefused(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
+
+
+def _refuse_outside(vocab_size: int, field: str, tokens: Iterable[int]) -> None:
+    largest = max(tokens, default=0)
+    if largest >= vocab_size:
+        message = f"{field}: {largest} is outside the vocabulary of {vocab_size}"
+        raise RequestRefused(Refusal(code="invalid_request", message=message))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +116,8 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._context_window_tokens = context_window_tokens
         self._vocab_size = vocab_size
+        self._vocabulary = Vocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._structures = StructureCompiler(self._vocabulary)
         self._max_open = max_open
         self._check_when_idle = check_when_idle
         self._inbox = _Inbox()
@@ -150,11 +163,14 @@ class Engine:
         return self.is_alive and not self._inbox.draining and not self._inbox.stopping
 
     def submit(self, request: GenerateRequest, sink: EventSink) -> None:
-        """Queues a request. Raises `RequestRefused` when it can never be served or the queue is full."""
+        """Queues a request. Raises `RequestRefused` when it can never be served or the queue is full.
+
+        A structure is compiled here, in the caller's thread: see `takes_long`.
+        """
         self._refuse_impossible(request)
-        live = _Live(
-            sequence=Sequence.of(request, Detokenizer(self._tokenizer, request.sampling.stop)), sink=sink
-        )
+        sampling = request.sampling
+        detokenizer = Detokenizer(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+        live = _Live(sequence=Sequence.of(request, detokenizer, self._sampler(request)), sink=sink)
         with self._inbox.changed:
             if self._inbox.draining or self._inbox.stopping or not self.is_alive:
                 raise RequestRefused(Refusal(code="draining", message="this worker takes no new requests"))
@@ -167,6 +183,11 @@ class Engine:
             self._inbox.open_ids.add(request.request_id)
             self._inbox.added.append(live)
             self._inbox.changed.notify_all()
+
+    @staticmethod
+    def takes_long(request: GenerateRequest) -> bool:
+        """Whether `submit` may take a second or wait for others' compilations: nothing for an event loop."""
+        return request.sampling.structure is not None or request.sampling.top_logprobs is not None
 
     def cancel(self, request_id: str) -> None:
         """Stops a request before the next step. An ended id is ignored: hang-ups race with endings."""
@@ -182,10 +203,27 @@ class Engine:
                 f"exceed the context window of {self._context_window_tokens} tokens"
             )
             raise RequestRefused(Refusal(code="context_length_exceeded", message=message))
-        largest = max(request.token_ids)
-        if largest >= self._vocab_size:
-            message = f"token_ids: {largest} is outside the vocabulary of {self._vocab_size}"
+        sampling = request.sampling
+        _refuse_outside(self._vocab_size, "token_ids", request.token_ids)
+        _refuse_outside(self._vocab_size, "logit_bias", sampling.logit_bias)
+        _refuse_outside(self._vocab_size, "stop_token_ids", sampling.stop_token_ids)
+        if sampling.min_tokens > sampling.max_tokens:
+            message = f"min_tokens: {sampling.min_tokens} is over max_tokens {sampling.max_tokens}"
             raise RequestRefused(Refusal(code="invalid_request", message=message))
+
+    def _sampler(self, request: GenerateRequest) -> Sampler:
+        sampling = request.sampling
+        try:
+            if sampling.top_logprobs is not None:
+                self._vocabulary.load()
+            structure = None
+            if sampling.structure is not None:
+                structure = self._structures.start(request.scope, sampling.structure)
+        except StructureRefused as error:
+            raise RequestRefused(Refusal(code=error.code, message=str(error))) from error
+        return Sampler(
+            sampling, prompt=request.token_ids, eos_token_ids=self._eos_token_ids, structure=structure
+        )
 
     # The engine's own thread, from here on.
 
@@ -229,7 +267,7 @@ class Engine:
             self._counters.prompt_tokens_cached += sequence.started.cached.total
             self._emit(sequence, sequence.started)
         try:
-            next_tokens = self._runner.execute(step)
+            choices = self._runner.execute(step)
         except RuntimeError as error:  # what torch raises, running out of memory included
             log.exception("step_failed", num_chunks=len(step.chunks))
             for chunk in step.chunks:
@@ -239,10 +277,12 @@ class Engine:
             return
         self._scheduler.commit(step)
         self._counters.steps += 1
-        for chunk, token in zip(step.chunks, next_tokens, strict=True):
+        for chunk, choice in zip(step.chunks, choices, strict=True):
             self._count_computed(chunk.sequence, chunk.start, chunk.stop)
-            if token is not None:
-                self._accept(chunk.sequence, token)
+            if isinstance(choice, DeadEnd):
+                self._give_up(chunk.sequence, choice)
+            elif choice is not None:
+                self._accept(chunk.sequence, choice)
             elif chunk.sequence.started is not None and chunk.sequence.num_output == 0:
                 cached = chunk.sequence.started.cached.total
                 self._emit(chunk.sequence, Prefilled(computed_tokens=max(0, chunk.stop - cached)))
@@ -253,20 +293,44 @@ class Engine:
         self._counters.tokens_recomputed += max(0, min(stop, first_new) - start)
         self._counters.prompt_tokens_computed += max(0, min(stop, sequence.num_prompt) - first_new)
 
-    def _accept(self, sequence: Sequence, token: int) -> None:
+    def _accept(self, sequence: Sequence, choice: Choice) -> None:
         """Appends a chosen token and tells the client, in one event, or two where it is the last."""
-        sequence.tokens.append(token)
+        text = sequence.append(choice.token)
         self._counters.output_tokens += 1
-        text = sequence.detokenizer.push(token)
-        self._emit(sequence, Token(token_ids=[token], text=text))
-        reason = sequence.finish_reason(self._eos_token_ids)
+        logprobs = None if choice.logprob is None else [self._logprobs(choice, choice.logprob)]
+        self._emit(sequence, Token(token_ids=[choice.token], text=text, logprobs=logprobs))
+        reason = sequence.finish_reason
         if reason is None:
             return
         held_text = sequence.detokenizer.flush()
         live = self._live[sequence.request.request_id]
         self._close(live, self._scheduler.finish)
         self._counters.requests_finished += 1
-        live.sink(Finished(reason=reason, text=held_text, output_tokens=sequence.num_output))
+        live.sink(
+            Finished(
+                reason=reason,
+                text=held_text,
+                output_tokens=sequence.num_output,
+                matched=sequence.matched,
+            )
+        )
+
+    def _give_up(self, sequence: Sequence, end: DeadEnd) -> None:
+        """Ends a text that its structure does not let go on."""
+        request = sequence.request
+        assert request.sampling.structure is not None
+        self._structures.forget(request.scope, request.sampling.structure)
+        live = self._live[request.request_id]
+        self._close(live, self._scheduler.finish)
+        self._fail(live, "structure_dead_end", f"structure: {end.message}")
+
+    def _logprobs(self, choice: Choice, logprob: float) -> TokenLogprobs:
+        return TokenLogprobs(
+            chosen=self._chance(choice.token, logprob), top=[self._chance(*one) for one in choice.top]
+        )
+
+    def _chance(self, token: int, logprob: float) -> TokenChance:
+        return TokenChance(token_id=token, text_bytes=self._vocabulary.bytes_of(token), logprob=logprob)
 
     def _emit(self, sequence: Sequence, event: Event) -> None:
         self._live[sequence.request.request_id].sink(event)

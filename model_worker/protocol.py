@@ -30,27 +30,80 @@ EVENT_STREAM_TYPE = "application/x-ndjson"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+LogitBias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+StopString = Annotated[str, msgspec.Meta(max_length=256)]
+
+MAX_STRUCTURE_CHARACTERS = 65_536
+"""Longest schema, pattern or grammar. What it may cost to compile is limited apart from that."""
 
 CacheMode = Literal["automatic", "bypass"]
 FinishReason = Literal["stop", "length"]
 RefusalCode = Literal["invalid_request", "context_length_exceeded", "queue_full", "draining"]
-FailureCode = Literal["engine_failed", "out_of_blocks", "shutting_down"]
+FailureCode = Literal["engine_failed", "out_of_blocks", "shutting_down", "structure_dead_end"]
+
+
+class JsonObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
+    """The text is one JSON object, of any shape."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
+    """The text is JSON that a schema accepts. `json_schema` is the schema as JSON text."""
+
+    json_schema: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
+
+
+class Regex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="regex"):
+    """The whole text matches a regular expression, in the syntax of Rust's `regex` (no look-around)."""
+
+    pattern: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grammar"):
+    """The whole text is a sentence of a context-free grammar, in Lark's syntax; it begins at `start`."""
+
+    lark: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
+
+
+Structure = JsonObject | JsonSchema | Regex | Grammar
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the next token is chosen, and when to stop.
+    """How the next token is chosen, and when to stop. Every default but the temperature's is "off".
 
-    `temperature` 0 is greedy. `top_k` 0 is off. `seed` makes a sampled text
-    repeatable. `stop` strings end the text before the match, which is never sent.
+    `temperature` 0 is greedy. `top_k` 0 is off. `min_p` drops tokens less likely
+    than that share of the likeliest one. `seed` makes a sampled text repeatable.
+
+    `presence_penalty` and `frequency_penalty` are OpenAI's: of the generated
+    tokens. `repetition_penalty` is the one of `transformers`: of prompt and
+    generated tokens. `logit_bias` is added to the logits of its token ids.
+
+    `stop` strings end the text before the match, which is never sent; so do
+    `stop_token_ids`. `min_tokens` come before any end but `max_tokens`.
+    `ignore_eos` makes the end-of-text token one like any other.
+
+    `top_logprobs` asks for log probabilities: None is off, 0 is the chosen
+    token's alone. They are of the model's own distribution, before temperature,
+    penalties, bias and structure, as OpenAI reports them.
+
+    `structure` is what the text must match. It ends where nothing more can follow.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegative = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
+    logit_bias: Annotated[dict[TokenId, LogitBias], msgspec.Meta(max_length=1024)] = {}
+    stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=64)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=64)] = ()
+    min_tokens: NonNegative = 0
     ignore_eos: bool = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    structure: Structure | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,22 +149,48 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag="prefilled"):
     computed_tokens: NonNegative
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
+class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
+    """A token and the natural logarithm of its probability.
+
+    `text_bytes` is what the token stands for, which can be a part of a character;
+    in JSON it is Base64.
+    """
+
+    token_id: TokenId
+    text_bytes: bytes
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The chosen token's chance and the likeliest ones', falling; the chosen one need not be among them."""
+
+    chosen: TokenChance
+    top: list[TokenChance]
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
     """Tokens generated since the last event, and the text they completed.
 
     `text` can be empty while a character or a possible stop string is incomplete.
+    `logprobs` has one entry for each of `token_ids` where the request asked for them.
     """
 
     token_ids: list[TokenId]
     text: str
+    logprobs: list[TokenLogprobs] | None = None
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """The normal end. `text` is what was held back until now; `output_tokens` is the total generated."""
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
+    """The normal end. `text` is what was held back until now; `output_tokens` is the total generated.
+
+    `matched` is the stop string or the one of `stop_token_ids` that ended the
+    text; None where the model, a complete structure or a limit did.
+    """
 
     reason: FinishReason
     text: str
     output_tokens: NonNegative
+    matched: str | TokenId | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -9,12 +9,12 @@ lease; only the engine appends tokens.
 
 from __future__ import annotations
 
-import secrets
 from array import array
 from dataclasses import dataclass
 
 from model_worker.detokenizer import Detokenizer
 from model_worker.protocol import FinishReason, GenerateRequest, Started
+from model_worker.sampling import Sampler
 from prefix_store.leases import Lease
 
 
@@ -29,7 +29,7 @@ class Sequence:
 
     request: GenerateRequest
     detokenizer: Detokenizer
-    seed: int
+    sampler: Sampler
     tokens: array[int]
     num_prompt: int
     lease: Lease | None = None
@@ -39,12 +39,11 @@ class Sequence:
     num_computed_before: int = 0
 
     @classmethod
-    def of(cls, request: GenerateRequest, detokenizer: Detokenizer) -> Sequence:
-        seed = request.sampling.seed
+    def of(cls, request: GenerateRequest, detokenizer: Detokenizer, sampler: Sampler) -> Sequence:
         return cls(
             request=request,
             detokenizer=detokenizer,
-            seed=secrets.randbits(63) if seed is None else seed,
+            sampler=sampler,
             tokens=array("I", request.token_ids),
             num_prompt=len(request.token_ids),
         )
@@ -71,11 +70,23 @@ class Sequence:
     def shares_cache(self) -> bool:
         return self.request.cache == "automatic"
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def append(self, token: int) -> str:
+        """Goes on by a chosen token; returns text that became safe to send. One that ends it has none."""
+        self.tokens.append(token)
+        self.sampler.accept(token)
+        return "" if self.sampler.is_end(token) else self.detokenizer.push(token)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
         """Why generation ends after the last token, or None while it goes on."""
-        sampling = self.request.sampling
-        if self.detokenizer.stopped:
+        if self.detokenizer.stopped or self.sampler.has_ended:
             return "stop"
-        if not sampling.ignore_eos and self.tokens[-1] in eos_token_ids:
-            return "stop"
-        return "length" if self.num_output >= sampling.max_tokens else None
+        return "length" if self.num_output >= self.request.sampling.max_tokens else None
+
+    @property
+    def matched(self) -> str | int | None:
+        """The stop string or stop token that ended the text, if one did."""
+        if self.detokenizer.matched is not None:
+            return self.detokenizer.matched
+        last = self.tokens[-1]
+        return last if last in self.request.sampling.stop_token_ids else None

@@ -64,7 +64,7 @@ def create_app(
     async def generate(request: Request) -> Response:
         try:
             wanted = _REQUEST_DECODER.decode(await _read_body(request, max_body_bytes))
-            events = _submit(engine, wanted)
+            events = await _submit(engine, wanted)
         except BodyTooLarge:
             message = f"the body is over {max_body_bytes} bytes"
             return _json(Refusal(code="invalid_request", message=message), 413)
@@ -151,7 +151,7 @@ async def _cancel_on_hang_up(receive: Receive, scope: anyio.CancelScope) -> None
     scope.cancel()
 
 
-def _submit(engine: Engine, request: GenerateRequest) -> asyncio.Queue[Event]:
+async def _submit(engine: Engine, request: GenerateRequest) -> asyncio.Queue[Event]:
     """Hands a request to the engine; its events arrive on the running loop's queue."""
     loop = asyncio.get_running_loop()
     # Bounded by the request itself: one event per token and a few more.
@@ -162,7 +162,10 @@ def _submit(engine: Engine, request: GenerateRequest) -> asyncio.Queue[Event]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-    engine.submit(request, deliver)
+    if engine.takes_long(request):
+        await anyio.to_thread.run_sync(engine.submit, request, deliver)
+    else:
+        engine.submit(request, deliver)
     return events
 
 
