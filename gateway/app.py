@@ -28,6 +28,7 @@ from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.instants import Clock
 from billing.meter import Meter
 from gateway.auth import Authenticator, bearer_key, key_hasher
+from gateway.bootstrap import make_home
 from gateway.chat import ChatCompletions
 from gateway.drain import Drain
 from gateway.edge import openai
@@ -99,10 +100,10 @@ class Gateway:
 
 
 def build_gateway(settings: Settings) -> Gateway:
-    """Raises `SecretUnusable`, or billing's `UnsupportedDatabase`. Makes the home directory, and
-    connects to nothing yet.
+    """Raises `HomeUnusable`, `SecretUnusable`, or billing's `UnsupportedDatabase`. Makes the home
+    directory, and connects to nothing yet.
     """
-    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_home(settings.home)
     secret = load_secret(settings)
     database = open_database(settings.database)
     meter = Meter(database, settings.journal_directory)

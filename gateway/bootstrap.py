@@ -1,4 +1,4 @@
-"""The first start: a schema, prices, a tenant and a key, so that a fresh machine can be used at once.
+"""The first start: a home, a schema, prices, a tenant and a key, so that a fresh machine can be used at once.
 
 Knows billing's calls and the file that keeps the first key. Does not know
 HTTP or workers.
@@ -6,6 +6,7 @@ HTTP or workers.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,23 @@ class FirstKey:
 
     text: str
     is_new: bool
+
+
+class HomeUnusable(Exception):
+    """The home directory cannot be made or written to. The message says why and what to do."""
+
+
+def make_home(path: Path) -> None:
+    """Makes the home directory, for this user alone, if there is none. Raises `HomeUnusable`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Tried rather than asked: a read-only file system grants permissions that it does not honour.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise HomeUnusable(
+            f"cannot write to the home directory {path}: {error.strerror}; set HEADSTART_HOME to another"
+        ) from error
 
 
 def prepare_database(url: str, database: Database) -> None:

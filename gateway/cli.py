@@ -40,7 +40,14 @@ from billing.money import format_basis_points, format_dollars
 from billing.reports import UsageReport, usage_report
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
-from gateway.bootstrap import FIRST_TENANT, FirstKey, ensure_first_key, prepare_database
+from gateway.bootstrap import (
+    FIRST_TENANT,
+    FirstKey,
+    HomeUnusable,
+    ensure_first_key,
+    make_home,
+    prepare_database,
+)
 from gateway.child import WorkerChild, WorkerEnded, WorkerSlow, worker_command
 from gateway.logs import configure_logs
 from gateway.secrets import SecretUnusable, load_secret
@@ -84,7 +91,15 @@ def refusals_told() -> Iterator[None]:
         yield
     except ValidationError as error:
         _end(_settings_fault(error), EXIT_USAGE)
-    except (CommandRefused, BillingError, SecretUnusable, PortTaken, WorkerEnded, WorkerSlow) as error:
+    except (
+        CommandRefused,
+        BillingError,
+        HomeUnusable,
+        SecretUnusable,
+        PortTaken,
+        WorkerEnded,
+        WorkerSlow,
+    ) as error:
         _end(str(error), EXIT_REFUSED)
 
 
@@ -169,7 +184,7 @@ def migrate(
 ) -> None:
     """Bring the database's schema to this version, and publish the default prices where there are none."""
     settings = _settings()
-    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_home(settings.home)
     with open_database(settings.database) as database:
         prepare_database(settings.database, database)
         typer.echo("The schema is current.")

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from billing.errors import BillingError
+from gateway.bootstrap import HomeUnusable
 from gateway.cli import CommandRefused, app
 
 
@@ -48,6 +49,13 @@ def test_a_lost_first_key_is_not_replaced(headstart, tmp_path):
     headstart("migrate", "--first-key")
     (tmp_path / "home" / "first-key").unlink()
     assert "Keys exist" in headstart("migrate", "--first-key")
+
+
+@pytest.mark.parametrize("arguments", [("migrate",), ("gateway", "--port", "0", "--worker-url", "http://x")])
+def test_a_home_that_cannot_be_written_to_is_told_by_name(headstart, tmp_path, arguments):
+    (tmp_path / "home").write_text("a file is in the way")
+    with pytest.raises(HomeUnusable, match="HEADSTART_HOME"):
+        headstart(*arguments)
 
 
 def test_tenants_and_keys_come_and_go(migrated):
