@@ -52,7 +52,7 @@ def main() -> int:
     try:
         settings = CliApp.run(WorkerSettings, cli_args=sys.argv[1:])
     except ValidationError as error:
-        sys.stderr.write(f"headstart worker: {error}\n")
+        sys.stderr.write(f"headstart worker: {_settings_fault(error)}\n")
         return 2
     _configure_logs()
     if settings.exit_with_parent:
@@ -66,6 +66,11 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"headstart worker: {error}\n")
         return 1
+
+
+def _settings_fault(error: ValidationError) -> str:
+    faults = (f"HEADSTART_{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors())
+    return "; ".join(faults)
 
 
 def _configure_logs() -> None:

@@ -202,3 +202,12 @@ def test_an_unusable_model_is_told_plainly(tmp_path: Path, model: str, says: str
         assert process.wait(60) == 3
     assert says in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+def test_a_wrong_setting_is_told_by_its_variable_in_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = {"HEADSTART_KV_CACHE_BLOCKS": "0"}
+    with running_process("-m", "model_worker", log=log, environment=environment) as process:
+        assert process.wait(60) == 2
+    (line,) = log.read_text().splitlines()
+    assert line.startswith("headstart worker: HEADSTART_KV_CACHE_BLOCKS: ")
