@@ -176,6 +176,15 @@ def worker(context: typer.Context) -> None:
     os.execve(sys.executable, command, {**os.environ, "HEADSTART_BLOCK_SEED": seed})  # noqa: S606
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def capacity(context: typer.Context) -> None:
+    """Show how many tokens and conversations fit in memory. Arguments: --model, --memory, --context."""
+    command = [sys.executable, "-m", "model_worker.capacity", *context.args]
+    os.execv(sys.executable, command)  # noqa: S606
+
+
 @app.command()
 def migrate(
     first_key: Annotated[

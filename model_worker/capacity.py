@@ -1,0 +1,217 @@
+"""How much memory keys and values take, and how many conversations fit: `headstart capacity`.
+
+Knows a model's configuration and arithmetic. Loads no weights.
+
+Every full-attention layer keeps, per token, one key and one value of `head_dim`
+numbers for each key-value head:
+
+    bytes per token = 2 x layers x key-value heads x head_dim x bytes per number
+
+Fewer key-value heads than query heads is grouped-query attention (Ainslie et
+al. 2023); one is multi-query attention (Shazeer 2019).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic_settings import CliApp
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from model_worker.models import ModelUnavailable, resolve_model_folder
+from model_worker.settings import WorkerSettings
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNITS = {
+    "": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_AMOUNT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+TABLE_WIDTH = 110
+
+
+class CapacityRefused(Exception):
+    """The question cannot be answered; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What decides the size of a token's keys and values."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_window_tokens: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> KvShape:
+        """From a `config.json`. Raises `CapacityRefused` when it does not say."""
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                num_layers=config["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                context_window_tokens=config["max_position_embeddings"],
+            )
+        except KeyError as error:
+            raise CapacityRefused(f"config.json does not state {error.args[0]}") from error
+
+    @property
+    def kind(self) -> str:
+        if self.num_kv_heads == self.num_heads:
+            return "multi-head"
+        return "multi-query" if self.num_kv_heads == 1 else "grouped-query"
+
+    def bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
+
+    def arithmetic(self, dtype: str) -> str:
+        """The product, spelled out."""
+        factors = (2, self.num_layers, self.num_kv_heads, self.head_dim, BYTES_PER_NUMBER[dtype])
+        return " x ".join(map(str, factors))
+
+    def variants(self) -> list[KvShape]:
+        """This shape, and the same model with all, and with one, of its key-value heads."""
+        counts = dict.fromkeys([self.num_kv_heads, self.num_heads, 1])
+        return [
+            KvShape(
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                num_kv_heads=count,
+                head_dim=self.head_dim,
+                context_window_tokens=self.context_window_tokens,
+            )
+            for count in counts
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What fits in some memory, in whole blocks."""
+
+    num_blocks: int
+    block_size: int
+    context_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def conversations(self) -> int:
+        """Whole conversations of `context_tokens`, each in blocks of its own."""
+        return self.num_blocks // -(-self.context_tokens // self.block_size)
+
+
+def capacity_of(
+    shape: KvShape, *, dtype: str, memory_bytes: int, context_tokens: int, block_size: int
+) -> Capacity:
+    """Blocks, tokens and conversations that fit in `memory_bytes`."""
+    block_bytes = shape.bytes_per_token(dtype) * block_size
+    return Capacity(
+        num_blocks=memory_bytes // block_bytes, block_size=block_size, context_tokens=context_tokens
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """ "80GiB", "512 MB" or plain bytes. Raises `CapacityRefused`."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or found["unit"] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise CapacityRefused(f"--memory {text!r} is not an amount like 80GiB (units: {units})")
+    return int(float(found["number"]) * _UNITS[found["unit"]])
+
+
+def command(
+    model: Annotated[str | None, typer.Option(help="Built-in name, model folder or hub id.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory for keys and values, like 80GiB.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a conversation.")] = None,
+) -> None:
+    """Show bytes per token, and how many tokens and conversations fit, with the arithmetic."""
+    settings = CliApp.run(WorkerSettings, cli_args=[])
+    folder = resolve_model_folder(model or settings.model, settings.models_folder)
+    shape = KvShape.of(_read_config(folder))
+    memory_bytes = parse_bytes(memory) if memory else int(settings.kv_cache_gib * 2**30)
+    context_tokens = context or shape.context_window_tokens
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(
+        f"{folder.name}: {shape.num_layers} layers, {shape.num_heads} query heads, "
+        f"{shape.num_kv_heads} key-value heads of {shape.head_dim} ({shape.kind}). "
+        f"{memory_bytes:,} bytes, conversations of {context_tokens:,} tokens, "
+        f"blocks of {settings.block_size} tokens.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    console.print(_table(shape, memory_bytes, context_tokens, settings.block_size))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CapacityRefused(f"{folder} is not a model folder: config.json is missing")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CapacityRefused(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CapacityRefused(f"{path} is not a JSON object")
+    return config
+
+
+def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: int) -> Table:
+    table = Table(box=box.SIMPLE)
+    for heading in ("key-value heads", "dtype", "2 x layers x heads x dim x bytes"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("bytes per token", "tokens", "conversations"):
+        table.add_column(heading, justify="right")
+    for variant in shape.variants():
+        label = f"{variant.num_kv_heads} ({variant.kind})" + (" *" if variant == shape else "")
+        for dtype in SHOWN_DTYPES:
+            fits = capacity_of(
+                variant,
+                dtype=dtype,
+                memory_bytes=memory_bytes,
+                context_tokens=context_tokens,
+                block_size=block_size,
+            )
+            table.add_row(
+                label,
+                dtype,
+                variant.arithmetic(dtype),
+                f"{variant.bytes_per_token(dtype):,}",
+                f"{fits.tokens:,}",
+                f"{fits.conversations:,}",
+            )
+    table.caption = "* this model; the others are the same model with other heads, for comparison"
+    return table
+
+
+def main() -> None:
+    """`python -m model_worker.capacity`."""
+    try:
+        typer.run(command)
+    except (CapacityRefused, ModelUnavailable) as error:
+        sys.stderr.write(f"headstart capacity: {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

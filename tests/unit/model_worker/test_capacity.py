@@ -1,0 +1,75 @@
+"""What fits in memory is what the worker will really allocate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from model_worker.capacity import CapacityRefused, KvShape, capacity_of, command, parse_bytes
+from model_worker.models import LoadedModel
+from tests.engines import running_engine
+from tests.tiny_models import tiny_llama_config
+
+SMOLLM2 = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_bytes_per_token_are_the_product_that_is_shown() -> None:
+    shape = KvShape.of(SMOLLM2)
+    assert shape.bytes_per_token("float32") == 46_080
+    assert shape.bytes_per_token("bfloat16") == 23_040
+    assert shape.arithmetic("float32") == "2 x 30 x 3 x 64 x 4"
+    assert [one.kind for one in shape.variants()] == ["grouped-query", "multi-head", "multi-query"]
+
+
+def test_the_running_engine_takes_what_was_foretold(tiny_model: LoadedModel) -> None:
+    shape = KvShape.of(tiny_llama_config().to_dict())
+    gib = 0.01
+    foretold = capacity_of(
+        shape, dtype="float32", memory_bytes=int(gib * 2**30), context_tokens=100, block_size=16
+    )
+    with running_engine(tiny_model, kv_cache_blocks=None, kv_cache_gib=gib) as driver:
+        assert driver.engine.stats.blocks_total == foretold.num_blocks
+    assert shape.bytes_per_token("float32") == tiny_model.kv_bytes_per_token
+    assert foretold.conversations == foretold.num_blocks // 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("4096", 4096)]
+)
+def test_amounts_have_units(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "10 parsecs", "1e9GiB"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(CapacityRefused, match="--memory"):
+        parse_bytes(text)
+
+
+def test_a_configuration_that_does_not_say_is_refused() -> None:
+    with pytest.raises(CapacityRefused, match="num_hidden_layers"):
+        KvShape.of({"num_attention_heads": 2})
+
+
+def test_the_table_names_every_dtype(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["--model", str(tmp_path), "--memory", "80GiB", "--context", "1000"])
+    assert result.exit_code == 0, result.output
+    # 80 GiB / (46,080 x 16) blocks; 63 blocks a conversation.
+    blocks = 80 * 2**30 // (46_080 * 16)
+    assert f"{blocks * 16:,}" in result.output
+    assert f"{blocks // 63:,}" in result.output
+    for dtype in ("float32", "bfloat16"):
+        assert dtype in result.output
