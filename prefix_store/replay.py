@@ -22,8 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prefix_store.blocks import BlockName, TokenIds, TokenKind, token_bytes
-from prefix_store.index import common_prefix
+import numpy as np
+import numpy.typing as npt
+
+from prefix_store.blocks import BlockName, TokenIds, TokenKind
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.policy.protocol import EvictionPolicy, RunFacts, RunKey
 from prefix_store.traces import Trace, TracedRequest
@@ -196,27 +198,32 @@ def replay_request_lru(
     only the one with the longest is used by that. Room is made before it is put in;
     one larger than the pool is not kept, and nothing is left beside it.
     """
-    pool: OrderedDict[int, bytes] = OrderedDict()
-    num_pooled_bytes = 0
+    pool: OrderedDict[int, npt.NDArray[np.uint32]] = OrderedDict()
+    num_pooled = 0
     hits = []
     for number, tokens in enumerate(prompts, 1):
-        data = token_bytes(tokens)
+        prompt = np.frombuffer(tokens, dtype=np.uint32)
         best, longest = None, 0
         for other, pooled in pool.items():
-            length = common_prefix(data, pooled) // tokens.itemsize
+            length = _common_prefix(prompt, pooled)
             if length > longest:
                 best, longest = other, length
         hits.append(longest)
         if best is not None:
             pool.move_to_end(best)
-        limit = None if capacity is None else capacity * tokens.itemsize
-        while limit is not None and pool and num_pooled_bytes + len(data) > limit:
-            num_pooled_bytes -= len(pool.popitem(last=False)[1])
-        if limit is None or len(data) <= limit:
-            pool[number] = data
-            num_pooled_bytes += len(data)
+        while capacity is not None and pool and num_pooled + len(prompt) > capacity:
+            num_pooled -= len(pool.popitem(last=False)[1])
+        if capacity is None or len(prompt) <= capacity:
+            pool[number] = prompt
+            num_pooled += len(prompt)
         progress(number)
     return Replay(references=tuple(len(tokens) for tokens in prompts), hits=tuple(hits))
+
+
+def _common_prefix(left: npt.NDArray[np.uint32], right: npt.NDArray[np.uint32]) -> int:
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def prompts_of(trace: Trace) -> list[TokenIds]:

@@ -5,22 +5,16 @@ Knows when runs were last used. Does not know how often, how deep or of what kin
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
-from itertools import count
-
 from prefix_store.blocks import BlockName
+from prefix_store.policy.exposed import ExposedRuns
 from prefix_store.policy.protocol import RunFacts, RunKey
-
-_SLACK = 64
 
 
 class LruPolicy:
-    """A heap of exposed runs by the time of last use; entries made stale by `cover` are dropped when met."""
+    """Exposed runs by the time of last use."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, RunKey]] = []
-        self._ticket_of: dict[RunKey, int] = {}
-        self._tickets = count()
+        self._exposed = ExposedRuns()
 
     def insert(self, run: RunKey, facts: RunFacts, now: float) -> None:
         pass
@@ -38,27 +32,16 @@ class LruPolicy:
         pass
 
     def expose(self, run: RunKey, last_used: float) -> None:
-        ticket = next(self._tickets)
-        self._ticket_of[run] = ticket
-        heappush(self._heap, (last_used, ticket, run))
+        self._exposed.add(run, (last_used,))
 
     def cover(self, run: RunKey) -> None:
-        del self._ticket_of[run]
-        if len(self._heap) > 2 * len(self._ticket_of) + _SLACK:
-            self._heap = [entry for entry in self._heap if self._ticket_of.get(entry[2]) == entry[1]]
-            heapify(self._heap)
+        self._exposed.discard(run)
 
     def evict(self, run: RunKey, name: BlockName, num_blocks: int, now: float) -> None:
         pass
 
     def remove(self, run: RunKey) -> None:
-        self._ticket_of.pop(run, None)
+        self._exposed.discard(run)
 
     def victim(self, now: float) -> RunKey | None:
-        heap = self._heap
-        while heap:
-            _, ticket, run = heap[0]
-            if self._ticket_of.get(run) == ticket:
-                return run
-            heappop(heap)
-        return None
+        return self._exposed.lowest()
