@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from model_worker.engine import Engine
+from model_worker.kv_cache import KVCacheTooLarge
 from model_worker.models import ModelUnavailable
 from model_worker.server import create_app
 from model_worker.settings import WorkerSettings
@@ -60,7 +61,7 @@ def main() -> int:
     try:
         with _listen(settings) as listener:
             return _serve(load_worker(settings), settings, listener)
-    except ModelUnavailable as error:
+    except (ModelUnavailable, KVCacheTooLarge) as error:
         sys.stderr.write(f"headstart worker: {error}\n")
         return EXIT_UNUSABLE_MODEL
     except OSError as error:

@@ -30,6 +30,8 @@ from model_worker.models import ModelUnavailable, resolve_model_folder
 from model_worker.settings import WorkerSettings
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHOWN_DTYPES = ("float32", "bfloat16")
+"""float16 takes what bfloat16 takes."""
 _UNITS = {
     "": 1,
     "KiB": 2**10,
@@ -178,10 +180,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: int) -> Table:
     table = Table(box=box.SIMPLE)
-    for heading in ("key-value heads", "dtype", "2 x layers x heads x dim x bytes"):
+    for heading in ("key-value heads", "dtype", "layers x heads x dim x bytes"):
         table.add_column(heading, no_wrap=True)
     for heading in ("bytes per token", "tokens", "conversations"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for variant in shape.variants():
         label = f"{variant.num_kv_heads} ({variant.kind})" + (" *" if variant == shape else "")
         for dtype in SHOWN_DTYPES:

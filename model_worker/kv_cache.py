@@ -16,6 +16,10 @@ import torch
 from prefix_store.leases import RowCopy
 
 
+class KVCacheTooLarge(Exception):
+    """The memory asked for cannot be had."""
+
+
 class KVCache:
     """Preallocated keys and values for `num_blocks` blocks of `block_size` tokens."""
 
@@ -34,9 +38,16 @@ class KVCache:
         self.block_size = block_size
         self.device = device
         shape = (num_layers, num_kv_heads, num_blocks * block_size, head_dim)
-        # Zeroed, not empty: a stray NaN times a zero attention weight would still be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            # Zeroed, not empty: a stray NaN times a zero attention weight would still be NaN.
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch's own words end in a stack trace of its C++
+            num_bytes = 2 * torch.Size(shape).numel() * dtype.itemsize
+            raise KVCacheTooLarge(
+                f"{num_bytes / 2**30:.1f} GiB for keys and values cannot be had: "
+                "set HEADSTART_KV_CACHE_GIB or HEADSTART_KV_CACHE_BLOCKS lower"
+            ) from error
 
     def slots(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Slot numbers of tokens `start` to `stop` (exclusive) of a sequence: int64 `[stop - start]`."""

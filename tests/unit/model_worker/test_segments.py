@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from model_worker.attention import attention_with_log_sum
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import KVCache, KVCacheTooLarge
 from model_worker.segments import MIN_SHARED_BLOCKS, Segment, Span, segments_of
 
 BLOCK_SIZE = 4
@@ -104,3 +105,16 @@ def test_parts_merged_by_log_sum_are_the_whole() -> None:
     total = torch.logaddexp(parts[0][1], parts[1][1])
     merged = sum((log_sum - total).exp()[..., None] * part for part, log_sum in parts)
     assert torch.allclose(merged, F.scaled_dot_product_attention(query, key, value), atol=1e-6)
+
+
+def test_memory_that_cannot_be_had_is_told_plainly() -> None:
+    with pytest.raises(KVCacheTooLarge, match="HEADSTART_KV_CACHE_GIB"):
+        KVCache(
+            num_layers=1000,
+            num_kv_heads=1000,
+            head_dim=1000,
+            num_blocks=10**7,
+            block_size=16,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
