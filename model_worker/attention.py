@@ -6,8 +6,9 @@ know scheduling, sampling or HTTP.
 
 All sequences of a step lie packed in one row, each token with its own
 position. The cache object writes keys and values into pool slots; the
-attention function then computes each segment's part over its slots. No mask is registered for our name, so `transformers` builds none
-(`masking_utils` returns early for custom implementations).
+attention function then computes each segment's part over its slots. No mask is
+registered for our name, so `transformers` builds none (`masking_utils` returns
+early for custom implementations).
 Checked on transformers 5.24.
 """
 
