@@ -15,15 +15,18 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import chain
-from typing import NewType, TypeAlias
+from typing import TypeAlias
 
 import xxhash
 
-BlockId = NewType("BlockId", int)
+BlockId: TypeAlias = int
 """Index of a block in the pool: `0 <= id < num_blocks`."""
+
+BlockIds: TypeAlias = "array[int]"
+"""Many of them, as `array('i')`: four bytes each, and moved without touching a Python object a block."""
 
 BlockName = bytes
 TokenView: TypeAlias = bytes | memoryview
@@ -67,6 +70,10 @@ def token_bytes(tokens: TokenIds, start: int = 0, end: int | None = None) -> byt
     """A copy of tokens `start` to `end` in that form, to keep."""
     view = token_view(tokens)
     return bytes(view[start * TOKEN_BYTES : None if end is None else end * TOKEN_BYTES])
+
+
+def block_ids(blocks: Iterable[BlockId]) -> BlockIds:
+    return array("i", blocks)
 
 
 def token_ids(data: bytes) -> TokenIds:

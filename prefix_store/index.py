@@ -24,9 +24,11 @@ from prefix_store.blocks import (
     NAME_BYTES,
     TOKEN_BYTES,
     BlockId,
+    BlockIds,
     BlockNamer,
     TokenKind,
     TokenView,
+    block_ids,
     common_prefix,
 )
 from prefix_store.books import Books
@@ -44,8 +46,8 @@ NODE_BYTES = 900
 Measured by `benchmarks/index.py`, rounded up to hold for every policy.
 """
 
-ID_BYTES = 40
-"""Memory of a block id: the number itself and one reference to it."""
+ID_BYTES = 4
+"""Memory of a block id."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,7 +240,7 @@ class RadixIndex:
             scope=scope,
             tokens=b"",
             names=name,
-            blocks=[],
+            blocks=block_ids(()),
             depth=depth,
             kind=TokenKind.SYSTEM,
             now=now,
@@ -335,8 +337,8 @@ class RadixIndex:
     # ---- growing
 
     def grow(
-        self, node: Node, data: bytes, blocks: list[BlockId], kind: TokenKind, now: float
-    ) -> tuple[Node, list[BlockId]]:
+        self, node: Node, data: bytes, blocks: BlockIds, kind: TokenKind, now: float
+    ) -> tuple[Node, BlockIds]:
         """Indexes the full blocks of `data`, written in `blocks`, below `node`, for its holder.
 
         Returns the node where they end, held by the caller together with all before it,
@@ -347,7 +349,7 @@ class RadixIndex:
         last = self.cut(match)
         if match.num_bytes == 0:
             return self._append(last, data, blocks, kind, now), blocks
-        found: list[BlockId] = []
+        found = block_ids(())
         for step in match.path[1:]:
             self._hold(step, now)
             found += step.blocks
@@ -357,7 +359,7 @@ class RadixIndex:
             found += fresh
         return last, found
 
-    def _append(self, node: Node, tokens: bytes, blocks: list[BlockId], kind: TokenKind, now: float) -> Node:
+    def _append(self, node: Node, tokens: bytes, blocks: BlockIds, kind: TokenKind, now: float) -> Node:
         """New blocks after `node`, held once by the caller."""
         names = self._namer.chain_bytes(node.last_name, tokens)
         extends = (
@@ -390,7 +392,7 @@ class RadixIndex:
                 if key == tokens:
                     self._touch(node.children[key], now)
                 return False
-        tail = self._insert(node, tokens, b"", [block], kind, now)
+        tail = self._insert(node, tokens, b"", block_ids((block,)), kind, now)
         self._pool.park(1)
         self._settle(tail)
         return True
@@ -401,7 +403,7 @@ class RadixIndex:
         self._let_go(node, now)
 
     def _insert(
-        self, parent: Node, tokens: bytes, names: bytes, blocks: list[BlockId], kind: TokenKind, now: float
+        self, parent: Node, tokens: bytes, names: bytes, blocks: BlockIds, kind: TokenKind, now: float
     ) -> Node:
         key = tokens[: self._block_bytes]
         self._supersede_tail(parent, key, now)
@@ -436,7 +438,7 @@ class RadixIndex:
 
     # ---- shrinking
 
-    def evict(self, victim: Node, num_blocks: int, cause: Cause, now: float) -> list[BlockId]:
+    def evict(self, victim: Node, num_blocks: int, cause: Cause, now: float) -> BlockIds:
         """Frees up to `num_blocks` blocks from the end of one exposed run, and returns them."""
         assert victim.exposed, "the policy chose a run that may not go"
         keep = max(len(victim.blocks) - num_blocks, 0)

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prefix_store.blocks import NAME_BYTES, BlockId, BlockName, TokenKind
+from prefix_store.blocks import NAME_BYTES, BlockIds, BlockName, TokenKind
 
 if TYPE_CHECKING:
     from prefix_store.pins import Pin
@@ -63,7 +63,7 @@ class Node:
         scope: str,
         tokens: bytes,
         names: bytes,
-        blocks: list[BlockId],
+        blocks: BlockIds,
         depth: int,
         kind: TokenKind,
         now: float,

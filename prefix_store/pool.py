@@ -18,9 +18,10 @@ costs O(1) a block and no look costs more than O(1).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefix_store.blocks import BlockId
+from prefix_store.blocks import BlockId, BlockIds, block_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,7 @@ class BlockPool:
         self.total = num_blocks
         self.num_cached = 0
         self.num_pinned = 0
-        # The ids themselves, made once: everybody else keeps references to these.
-        self._free = [BlockId(block) for block in range(num_blocks)]
+        self._free = block_ids(range(num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -81,14 +81,13 @@ class BlockPool:
             pinned=self.num_pinned,
         )
 
-    def take(self, num_blocks: int) -> list[BlockId]:
+    def take(self, num_blocks: int) -> BlockIds:
         """free → held."""
         free = self._free
         assert 0 <= num_blocks <= len(free), (num_blocks, len(free))
-        if num_blocks == 0:
-            return []
-        taken = free[-num_blocks:]
-        del free[-num_blocks:]
+        first = len(free) - num_blocks
+        taken = free[first:]
+        del free[first:]
         return taken
 
     def park(self, num_blocks: int) -> None:
@@ -111,10 +110,10 @@ class BlockPool:
         self.num_pinned -= num_blocks
         assert self.num_pinned >= 0, self.num_pinned
 
-    def give_back(self, blocks: list[BlockId]) -> None:
+    def give_back(self, blocks: Iterable[BlockId]) -> None:
         """held → free. A cached block is unparked first."""
-        assert len(blocks) <= self.num_held, (len(blocks), self.num_held)
         self._free.extend(blocks)
+        assert self.num_held >= 0, "more blocks came back than were held"
 
     def free_blocks(self) -> frozenset[BlockId]:
         """For checks: O(n)."""

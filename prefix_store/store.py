@@ -25,6 +25,7 @@ from prefix_store.blocks import (
     TokenIds,
     TokenKind,
     TokenView,
+    block_ids,
     token_bytes,
     token_view,
 )
@@ -250,7 +251,7 @@ class PrefixStore:
                 break
             if first == lease.num_public_blocks:
                 self._enter_scope(lease, now)
-            ours = lease.block_table[first:upto]
+            ours = block_ids(lease.block_table[first:upto])
             data = token_bytes(tokens, first * self.block_size, upto * self.block_size)
             lease.node, found = self._index.grow(lease.node, data, ours, kind, now)
             lease.num_indexed = upto

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_store.blocks import TokenKind
+from prefix_store.blocks import TokenKind, block_ids
 from prefix_store.node import FEW_CHILDREN, KeyOrder, Node
 
 KEYS = st.sets(st.binary(min_size=1, max_size=3), min_size=1, max_size=60)
@@ -44,8 +44,9 @@ def test_the_last_key_can_go() -> None:
 
 
 def make_node() -> Node:
+    nothing = block_ids(())
     return Node(
-        parent=None, scope="aa", tokens=b"", names=b"", blocks=[], depth=0, kind=TokenKind.USER, now=0.0
+        parent=None, scope="aa", tokens=b"", names=b"", blocks=nothing, depth=0, kind=TokenKind.USER, now=0.0
     )
 
 
