@@ -39,7 +39,7 @@ from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowC
 from prefix_store.misses import Cause, GhostNames, Miss
 from prefix_store.node import Node
 from prefix_store.pins import Pin, PinBoard, PinBudgetExceeded
-from prefix_store.policy.lru import LruPolicy
+from prefix_store.policy import DEFAULT_POLICY
 from prefix_store.policy.protocol import EvictionPolicy
 from prefix_store.pool import BlockCounts, BlockPool, OutOfBlocks
 from prefix_store.public import PublicPrefixes
@@ -83,7 +83,7 @@ class PrefixStore:
         self._max_pinned_blocks = int(max_pinned_share * num_blocks)
         self._max_index_bytes = math.inf if max_index_bytes is None else max_index_bytes
         self._pool = BlockPool(num_blocks)
-        self._order = EvictionOrder(policy=policy or LruPolicy(), quotas=quotas, num_blocks=num_blocks)
+        self._order = EvictionOrder(policy=policy or DEFAULT_POLICY(), quotas=quotas, num_blocks=num_blocks)
         self._books = Books(ghosts=GhostNames(capacity=GHOSTS_PER_BLOCK * num_blocks), events=events)
         self._index = RadixIndex(namer=namer, pool=self._pool, order=self._order, books=self._books)
         self._flights = FlightBoard(block_size=block_size)

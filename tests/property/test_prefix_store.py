@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from prefix_store.policy import POLICIES
 from tests.property.prefix_world import PUBLIC, SCOPES, World
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -139,3 +141,8 @@ def lives(*, num_lives: int, num_steps: int, make_world: Callable[[], World] = W
 
 def test_a_store_without_planted_bugs_lives_through_the_same_lives() -> None:
     lives(num_lives=60, num_steps=80)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_evicts_only_what_may_go_and_no_more_than_is_needed(name: str) -> None:
+    lives(num_lives=25, num_steps=80, make_world=lambda: World(policy=POLICIES[name]()))
