@@ -176,15 +176,20 @@ def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
         assert running.process.wait(WITHIN_SECONDS) is not None
 
 
-def test_a_signal_ends_open_streams_with_an_event(model_folder: Path, tmp_path: Path) -> None:
-    for running in start_worker(model_folder, tmp_path):
-        wanted = body("long", list(range(100)), max_tokens=1900)
+@pytest.mark.parametrize(
+    ("drain_seconds", "max_tokens", "ends_with"), [("0", 1900, "failed"), ("60", 200, "finished")]
+)
+def test_a_signal_lets_open_streams_end_for_a_while_and_then_ends_them_with_an_event(
+    model_folder: Path, tmp_path: Path, drain_seconds: str, max_tokens: int, ends_with: str
+) -> None:
+    for running in start_worker(model_folder, tmp_path, "--drain-seconds", drain_seconds):
+        wanted = body("long", list(range(100)), max_tokens=max_tokens)
         with running.client.stream("POST", "/v1/generate", json=wanted) as response:
             lines = response.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGTERM)
             last = [*lines][-1]
-        assert b'"failed"' in last.encode()
+        assert f'"type":"{ends_with}"' in last
         assert running.process.wait(WITHIN_SECONDS) == -signal.SIGTERM
 
 
