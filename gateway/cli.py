@@ -53,6 +53,7 @@ from gateway.logs import configure_logs
 from gateway.secrets import SecretUnusable, load_secret
 from gateway.serving import PortTaken, Stop, listen, run_gateway, run_with_worker
 from gateway.settings import Settings
+from prefix_store.simulate import command as simulate_trace
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
@@ -69,6 +70,7 @@ tenants = typer.Typer(no_args_is_help=True, help="Who is billed.")
 keys = typer.Typer(no_args_is_help=True, help="How tenants prove who they are.")
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
+app.command("simulate")(simulate_trace)
 
 TenantOption = Annotated[str, typer.Option("--tenant", help="A tenant's name.")]
 PortOption = Annotated[int | None, typer.Option(help="Default HEADSTART_PORT, else 8080.")]
