@@ -15,13 +15,24 @@ from model_worker.models import LoadedModel
 from model_worker.protocol import Failed, Finished, Prefilled, Started, Token
 from model_worker.settings import WorkerSettings
 from model_worker.wiring import build_worker
-from tests.engines import DEADLINE_SECONDS, EngineDriver, running_engine
+from tests.engines import DEADLINE_SECONDS, EngineDriver, Generation, running_engine
+from tests.near_ties import count_near_ties, plain_twin
 from tests.tiny_models import tiny_llama_config
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
+
+
+def assert_texts(
+    model: LoadedModel, prompts: list[list[int]], together: list[Generation], alone: list[list[int]]
+) -> None:
+    """Each text is the one it has alone; at most one may part from it, at a near-tie."""
+    plain = plain_twin(model)
+    texts = [generation.wait().tokens for generation in together]
+    parted = [count_near_ties(plain, *one) for one in zip(prompts, texts, alone, strict=True)]
+    assert sum(parted) <= 1
 
 
 def test_a_repeated_prompt_computes_one_token(driver: EngineDriver) -> None:
@@ -98,7 +109,7 @@ def test_many_at_once_give_what_each_gives_alone(tiny_model: LoadedModel, shared
         alone = [driver.generate(prompt, cache="bypass", **options).tokens for prompt in prompts]
     with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=64) as driver:
         together = [driver.submit(prompt, **options) for prompt in prompts]
-        assert [generation.wait().tokens for generation in together] == alone
+        assert_texts(tiny_model, prompts, together, alone)
         stats = driver.idle_stats()
     assert stats.blocks_held == 0
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
@@ -111,7 +122,7 @@ def test_when_blocks_run_out_the_youngest_waits_and_no_text_changes(tiny_model: 
         alone = [driver.generate(prompt, cache="bypass", **options).tokens for prompt in prompts]
     with running_engine(tiny_model, kv_cache_blocks=18) as driver:
         together = [driver.submit(prompt, **options) for prompt in prompts]
-        assert [generation.wait().tokens for generation in together] == alone
+        assert_texts(tiny_model, prompts, together, alone)
         stats = driver.idle_stats()
     assert stats.preemptions > 0
     assert stats.prompt_tokens_computed == sum(map(len, prompts)) + 1
@@ -284,7 +295,7 @@ def test_prompts_that_part_share_what_they_have_in_common(tiny_model: LoadedMode
     with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=32) as driver:
         alone = [driver.generate(prompt, cache="bypass").tokens for prompt in prompts]
         together = [driver.submit(prompt) for prompt in prompts]
-        assert [one.wait().tokens for one in together] == alone
+        assert_texts(tiny_model, prompts, together, alone)
     assert sorted(one.started.uncached for one in together) == [20] * 3 + [len(prompts[0])]
 
 
@@ -297,5 +308,5 @@ def test_followers_in_a_tiny_pool_come_to_an_end(tiny_model: LoadedModel) -> Non
         ]
     with running_engine(tiny_model, kv_cache_blocks=14, step_tokens=32) as driver:
         together = [driver.submit(prompt, max_tokens=30, ignore_eos=True) for prompt in prompts]
-        assert [one.wait().tokens for one in together] == alone
+        assert_texts(tiny_model, prompts, together, alone)
         assert driver.idle_stats().blocks_held == 0
