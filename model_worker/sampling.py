@@ -28,7 +28,7 @@ from model_worker.structured import StructureDeadEnd, StructureState
 LOGPROB_FLOOR = -9999.0
 """Stands for a probability of zero: JSON has no infinity."""
 
-_HEAD = 256
+_HEADS = (256, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +63,55 @@ def sample_token(logits: torch.Tensor, params: SamplingParams, *, seed: int, pos
         return int(logits.argmax())
     limit = min(params.top_k or logits.numel(), logits.numel())
     draw = uniform_draw(seed, position)
+    weights = _Weights(logits, params.temperature)
+    mass = weights.sum_of_likeliest(limit)
     # The likeliest few nearly always decide; putting a whole vocabulary in order is 20 times the work.
-    head = min(limit, _HEAD)
-    chosen = _draw_among(logits, params, draw, head=head, limit=limit)
-    if chosen is None:
-        chosen = _draw_among(logits, params, draw, head=limit, limit=limit)
-    assert chosen is not None
-    return chosen
+    for head in (*_HEADS, limit):
+        if head <= limit:
+            chosen = _draw_among(weights, params, draw, head=head, limit=limit, mass=mass)
+            if chosen is not None:
+                return chosen
+    raise AssertionError("all that can be drawn were looked at")
+
+
+class _Weights:
+    """Probabilities up to a factor, in float64: relative to the likeliest token's, so that none overflows."""
+
+    def __init__(self, logits: torch.Tensor, temperature: float) -> None:
+        self._logits = logits
+        self._largest = logits.max()
+        self._temperature = temperature
+
+    def likeliest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and tokens of the `count` likeliest, falling."""
+        if count < self._logits.numel():
+            values, tokens = self._logits.topk(count)
+        else:
+            values, tokens = self._logits.sort(descending=True, stable=True)
+        return self._of(values), tokens
+
+    def sum_of_likeliest(self, count: int) -> float:
+        every = count == self._logits.numel()
+        return float(self._of(self._logits if every else self._logits.topk(count).values).sum())
+
+    def _of(self, values: torch.Tensor) -> torch.Tensor:
+        return ((values.double() - self._largest) / self._temperature).exp()
 
 
 def _draw_among(
-    logits: torch.Tensor, params: SamplingParams, draw: float, *, head: int, limit: int
+    weights: _Weights, params: SamplingParams, draw: float, *, head: int, limit: int, mass: float
 ) -> int | None:
-    """The drawn token if the `head` likeliest tell which of the `limit` likeliest it is, else None."""
-    values, tokens = logits.topk(head) if head < logits.numel() else logits.sort(descending=True, stable=True)
-    # Relative to the likeliest, so that no temperature overflows: its weight is 1.
-    weights = ((values.double() - values[0]) / params.temperature).exp()
-    cumulative = weights.cumsum(0)
-    total = float(cumulative[-1])
-    if head < limit:
-        everyone = logits if limit == logits.numel() else logits.topk(limit).values
-        total = float(((everyone.double() - values[0]) / params.temperature).exp().sum())
+    """The drawn token if the `head` likeliest tell it, of `limit` that weigh `mass` together; else None."""
+    shares, tokens = weights.likeliest(head)
+    cumulative = shares.cumsum(0)
     # The nucleus is the shortest run that reaches top_p; it always holds at least one token.
-    nucleus = int((cumulative < params.top_p * total).sum()) + 1 if params.top_p < 1.0 else limit
-    likely = int((weights >= params.min_p).sum()) if params.min_p > 0.0 else limit
+    nucleus = int((cumulative < params.top_p * mass).sum()) + 1 if params.top_p < 1.0 else limit
+    likely = int((shares >= params.min_p).sum()) if params.min_p > 0.0 else limit
     kept = min(nucleus, limit if likely == head else likely, limit)
     if kept <= head:
         mass = float(cumulative[kept - 1])
-    elif params.top_p == 1.0 and params.min_p == 0.0 and draw * total < float(cumulative[-1]):
-        kept, mass = head, total
+    elif params.top_p == 1.0 and params.min_p == 0.0 and draw * mass < float(cumulative[-1]):
+        kept = head
     else:
         return None
     chosen = int((cumulative[:kept] <= draw * mass).sum())

@@ -58,6 +58,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
+        self.has_end = bool(eos_token_ids)
         self._loaded: LLTokenizer | None = None
         self._loading = threading.Lock()
         self.vocab_size = vocab_size
@@ -71,18 +72,15 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; a special token's bytes are its name."""
-        return self.load().decode_bytes([token])
+        # The library marks special tokens by the byte 255 and drops that mark: of the token
+        # for that byte alone, nothing is left.
+        return self.load().decode_bytes([token]) or b"\xff"
 
     def _load(self) -> LLTokenizer:
         # A model can have more ids than its tokenizer, or fewer.
         size = max(self.vocab_size, self._tokenizer.get_vocab_size())
-        # Left to itself, the library takes some token for the end of text: where the model
-        # has none, an id past the vocabulary stands for it and is never offered.
-        eos_token_ids = self._eos_token_ids or [size]
         try:
-            return LLTokenizer(
-                self._tokenizer.to_str(), n_vocab=max(size, eos_token_ids[-1] + 1), eos_token=eos_token_ids
-            )
+            return LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_token_ids or None)
         except ValueError as error:
             raise StructureRefused(
                 f"structure, top_logprobs: this model's tokenizer does not offer them ({error})"
@@ -167,6 +165,8 @@ class StructureCompiler:
                 self._cached.popitem(last=False)
 
     def _compile(self, structure: Structure) -> LLMatcher:
+        if not self._vocabulary.has_end:
+            raise StructureRefused("structure: this model has no end-of-text token to end it with")
         field = f"structure.{_FIELDS[type(structure)]}"
         try:
             grammar = _grammar_of(structure)
