@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from model_worker.detokenizer import Detokenizer
 from tests.tiny_models import byte_tokenizer
@@ -11,6 +12,11 @@ from tests.tiny_models import byte_tokenizer
 
 def tokens_of(text: str) -> list[int]:
     return byte_tokenizer().encode(text).ids
+
+
+def single_token_tokenizer(text: str) -> Tokenizer:
+    """Its only token is the whole text."""
+    return Tokenizer(models.WordLevel({text: 0}, unk_token=text))
 
 
 def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
@@ -36,6 +42,22 @@ def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
     parts, detokenizer = pieces("one STOP two", ("STOP",))
     assert "".join(parts) == "one "
     assert detokenizer.stopped
+    assert detokenizer.matched == "STOP"
+
+
+def test_of_two_stop_strings_that_begin_together_the_longer_matched() -> None:
+    detokenizer = Detokenizer(single_token_tokenizer("abcd"), ("b", "bc"))
+    assert (detokenizer.push(0), detokenizer.matched) == ("a", "bc")
+
+
+@given(st.text("ab", max_size=12), st.integers(0, 12))
+def test_stop_strings_are_looked_for_after_min_tokens(text: str, min_tokens: int) -> None:
+    detokenizer = Detokenizer(byte_tokenizer(), ("ba",), min_tokens=min_tokens)
+    parts = [detokenizer.push(token) for token in tokens_of(text)]
+    later = text[min_tokens:]
+    expected = text[:min_tokens] + (later[: later.index("ba")] if "ba" in later else later)
+    assert "".join(parts) + detokenizer.flush() == expected
+    assert detokenizer.stopped == ("ba" in later)
 
 
 def test_a_possible_stop_is_held_until_it_is_none() -> None:
