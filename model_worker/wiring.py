@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from prefix_store.store import PrefixStore
 from tokenizers import Tokenizer
 
 from model_worker.attention import ATTENTION_NAME
@@ -27,6 +26,7 @@ from model_worker.runner import ModelRunner
 from model_worker.scheduler import Scheduler
 from model_worker.settings import WorkerSettings
 from prefix_store.blocks import BlockNamer
+from prefix_store.store import PrefixStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

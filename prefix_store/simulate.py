@@ -141,7 +141,9 @@ def command(
         encode = None if tokenizer is None else load_encode(tokenizer)
         requests = read_trace(trace, encode=encode, text_block_size=block_size)
         outcomes = _simulate_with_bar(requests, names, sizes)
-        Console().print(table_of(requests, outcomes))
+        console = Console()
+        console.print(f"{requests.name} ({requests.format.value}): share found in a cache of so many blocks")
+        console.print(table_of(outcomes))
         if json_path is not None:
             json_path.write_text(json.dumps(document_of(requests, outcomes), indent=2) + "\n")
         if plot_path is not None:
@@ -181,15 +183,16 @@ def _capacity(text: str) -> Capacity:
 
 def _simulate_with_bar(trace: Trace, names: Sequence[str], sizes: Sequence[Capacity]) -> tuple[Outcome, ...]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         total = len(trace.requests) * len(names) * len(sizes)
         task = bar.add_task(trace.name, total=total)
         return simulate(trace, names, sizes, advance=lambda num_requests: bar.advance(task, num_requests))
 
 
-def table_of(trace: Trace, outcomes: Sequence[Outcome]) -> Table:
+def table_of(outcomes: Sequence[Outcome]) -> Table:
     """Hit rates: a policy a row, a capacity a column."""
-    table = Table(title=f"{trace.name} ({trace.format.value}): share of blocks found", title_justify="left")
+    table = Table()
     table.add_column("policy")
     capacities = list(dict.fromkeys(outcome.capacity for outcome in outcomes))
     for capacity in capacities:

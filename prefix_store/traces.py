@@ -67,7 +67,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in order of time. In all of them a block follows the same block."""
+    """Requests in the order of the file, time never going back. A block always follows the same one."""
 
     name: str
     format: TraceFormat
@@ -118,7 +118,6 @@ def _read(
         requests = [_text_request(blocks, number, record, encode, block_size) for number, record in records]
     else:
         raise TraceError(path, 1, "no known format: neither 'hash_ids', 'requests' nor 'input' is there")
-    _check_order(path, requests)
     return Trace(name=name, format=format_, block_size=block_size, requests=_from_zero(requests))
 
 
@@ -269,16 +268,11 @@ def _count(path: Path, line_number: int, record: dict[str, Any], field: str) -> 
     return value
 
 
-def _check_order(path: Path, requests: list[TracedRequest]) -> None:
-    latest = 0.0
-    for number, request in enumerate(requests, 1):
-        if request.seconds < latest:
-            raise TraceError(path, None, f"request {number} comes before the one it follows")
-        latest = request.seconds
-
-
 def _from_zero(requests: list[TracedRequest]) -> tuple[TracedRequest, ...]:
+    """On a clock that starts with the first; time stands still where the file would step back."""
     start = requests[0].seconds if requests else 0.0
-    return tuple(
-        TracedRequest(seconds=one.seconds - start, blocks=one.blocks, tokens=one.tokens) for one in requests
-    )
+    latest, on_clock = 0.0, []
+    for one in requests:
+        latest = max(latest, one.seconds - start)
+        on_clock.append(TracedRequest(seconds=latest, blocks=one.blocks, tokens=one.tokens))
+    return tuple(on_clock)

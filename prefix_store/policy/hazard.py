@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +128,13 @@ class _Cells:
         lowest = (self._occupied & -self._occupied).bit_length() - 1
         return next(iter(self.runs[self._cell_at[lowest]]))
 
+    def check(self, exposed: Mapping[RunKey, _Run]) -> None:
+        assert sum(len(runs) for runs in self.runs) == len(exposed)
+        assert all(run.cell is not None and key in self.runs[run.cell] for key, run in exposed.items())
+        for position, cell in enumerate(self._cell_at):
+            assert self._bit_of[cell] == 1 << position
+            assert bool(self.runs[cell]) == bool(self._occupied >> position & 1)
+
     def age(self, now: float) -> None:
         """Moves runs that have become too old for their bucket, the oldest bucket first."""
         for cell in range(len(self.runs) - 1, -1, -1):
@@ -196,6 +204,7 @@ class HazardPolicy:
         known.ghost = None
 
     def split(self, run: RunKey, upper: RunKey, num_upper_blocks: int) -> None:
+        # Both keep the depth of the whole, and with it the class under which they are watched.
         lower = self._runs[run]
         lower.num_blocks -= num_upper_blocks
         self._runs[upper] = _Run(
@@ -231,6 +240,9 @@ class HazardPolicy:
         deeper = None if known.ghost is None else self._ghosts.pop(known.ghost, None)
         if deeper is not None:
             num_blocks += deeper.num_blocks
+        namesake = self._ghosts.pop(name, None)
+        if namesake is not None:
+            self._forget(namesake)
         known.ghost = name
         self._ghosts[name] = _Watched(
             num_blocks=num_blocks, num_uses=known.num_uses, depth=known.depth, last_used=known.last_used
@@ -247,6 +259,16 @@ class HazardPolicy:
         self._advance(now)
         return self._cells.first()
 
+    def check(self) -> None:
+        """Asserts that the books add up."""
+        runs, ghosts = self._runs.values(), self._ghosts.values()
+        assert self._num_blocks == sum(run.num_blocks for run in runs)
+        assert self._num_ghost_blocks == sum(ghost.num_blocks for ghost in ghosts)
+        assert self._num_ghost_blocks <= GHOSTS_PER_BLOCK * self._num_blocks or not self._ghosts
+        watched = [one for one in (*runs, *ghosts) if self._curves.is_watched(one.last_used)]
+        assert self._curves.num_watched() == sum(one.num_blocks for one in watched)
+        self._cells.check({key: run for key, run in self._runs.items() if run.cell is not None})
+
     def _advance(self, now: float) -> None:
         self._now = max(self._now, now)
         if not self._curves.advance(now):
@@ -257,6 +279,8 @@ class HazardPolicy:
     def _forget_ghosts(self) -> None:
         limit = GHOSTS_PER_BLOCK * self._num_blocks
         while self._num_ghost_blocks > limit and self._ghosts:
-            _, ghost = self._ghosts.popitem(last=False)
-            self._num_ghost_blocks -= ghost.num_blocks
-            self._curves.watch(ghost.group, ghost.last_used, -ghost.num_blocks)
+            self._forget(self._ghosts.popitem(last=False)[1])
+
+    def _forget(self, ghost: _Watched) -> None:
+        self._num_ghost_blocks -= ghost.num_blocks
+        self._curves.watch(ghost.group, ghost.last_used, -ghost.num_blocks)

@@ -35,7 +35,7 @@ CLASS_USES = 30.0
 BUCKET_USES = 20.0
 """Weight of the scaled common curve against what was seen in one class and bucket, in uses."""
 GUESS_PER_LOG_AGE, GUESS_AGE_SECONDS = 0.3, 30.0
-"""Guess before anything was seen: 0.3 ÷ (age + 30 s) per second. With it the least recently used goes first."""
+"""Guess before anything was seen: 0.3 ÷ (age + 30 s) per second. Then the least recently used goes first."""
 
 
 def _bucket_edges() -> list[float]:
@@ -87,16 +87,23 @@ class ReuseCurves:
 
     def watch(self, group: int, last_used: float, num_blocks: int) -> None:
         """So many blocks of a class were last used then. A negative number: they are not watched any more."""
-        assert self._slot is not None
-        slot = math.floor(last_used / SLOT_SECONDS)
-        if slot > self._slot - _NUM_SLOTS:
-            self._watched[group, slot % _NUM_SLOTS] += num_blocks
+        if self.is_watched(last_used):
+            self._watched[group, math.floor(last_used / SLOT_SECONDS) % _NUM_SLOTS] += num_blocks
 
     def use(self, group: int, last_used: float, now: float, num_blocks: int) -> None:
         """Blocks that were watched are used again; they are not watched as what they were any more."""
         self.watch(group, last_used, -num_blocks)
         if now - last_used < HORIZON_SECONDS:
             self._uses[group, bucket_of(now - last_used)] += num_blocks
+
+    def num_watched(self) -> int:
+        """Blocks that are being watched: those last used within the horizon."""
+        return round(float(self._watched.sum()))
+
+    def is_watched(self, last_used: float) -> bool:
+        """Whether blocks last used then still are within the horizon."""
+        assert self._slot is not None
+        return math.floor(last_used / SLOT_SECONDS) > self._slot - _NUM_SLOTS
 
     def _watch(self, num_slots: int) -> None:
         """Adds the time that has passed to that at risk, and lets old evidence fade."""
