@@ -1,0 +1,3 @@
+from tests.unit.model_worker.conftest import driver, tiny_model
+
+__all__ = ["driver", "tiny_model"]
