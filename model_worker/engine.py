@@ -283,9 +283,14 @@ class Engine:
                 self._give_up(chunk.sequence, choice)
             elif choice is not None:
                 self._accept(chunk.sequence, choice)
-            elif chunk.sequence.started is not None and chunk.sequence.num_output == 0:
-                cached = chunk.sequence.started.cached.total
-                self._emit(chunk.sequence, Prefilled(computed_tokens=max(0, chunk.stop - cached)))
+            elif chunk.sequence.num_output == 0:
+                self._emit_progress(chunk.sequence)
+
+    def _emit_progress(self, sequence: Sequence) -> None:
+        """What is computed of the prompt; what a preemption made us repeat was told before."""
+        assert sequence.started is not None, "it has begun"
+        furthest = max(sequence.num_computed, sequence.num_computed_before)
+        self._emit(sequence, Prefilled(computed_tokens=furthest - sequence.started.cached.total))
 
     def _count_computed(self, sequence: Sequence, start: int, stop: int) -> None:
         """Splits a computed range into what a preemption repeated and new prompt tokens."""

@@ -143,7 +143,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag="prefilled"):
     """How many of the uncached prompt tokens are computed so far: what a hang-up before the first token cost.
 
-    Sent after each chunk but the last; the first `Token` says that all of them are.
+    Sent after each chunk but the last, and never less than before; the first `Token` says that all
+    of them are.
     """
 
     computed_tokens: NonNegative

@@ -310,3 +310,19 @@ def test_followers_in_a_tiny_pool_come_to_an_end(tiny_model: LoadedModel) -> Non
         together = [driver.submit(prompt, max_tokens=30, ignore_eos=True) for prompt in prompts]
         assert_texts(tiny_model, prompts, together, alone)
         assert driver.idle_stats().blocks_held == 0
+
+
+def test_progress_never_runs_backwards_when_a_prefill_is_preempted(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, kv_cache_blocks=20, step_tokens=4) as driver:
+        older = driver.submit(prompt_of(16), max_tokens=290, ignore_eos=True)
+        while len(older.tokens) < 120:
+            older.next_event()
+        younger = driver.submit(prompt_of(160, seed=1), max_tokens=4)
+        older.wait()
+        younger.wait()
+        stats = driver.idle_stats()
+    assert stats.preemptions > 0
+    assert stats.tokens_recomputed > 0, "no claim without something that was computed twice"
+    progress = [event.computed_tokens for event in younger.events if isinstance(event, Prefilled)]
+    assert progress == sorted(progress)
+    assert progress[-1] < younger.started.uncached
