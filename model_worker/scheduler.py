@@ -85,6 +85,8 @@ class Scheduler:
             if step.budget:
                 step.add(sequence)
         followers = [sequence for sequence in self.running if not sequence.has_begun]
+        for sequence in followers:
+            self._catch_up(sequence, step)
         if all(self._advance(sequence, step) for sequence in followers):
             self._admit_waiting(step)
         return step
@@ -148,16 +150,19 @@ class Scheduler:
             if not self._advance(sequence, step):
                 break
 
+    def _catch_up(self, sequence: Sequence, step: Step) -> None:
+        """Takes what was sealed since, most of it by the sequence that this one follows."""
+        lease, limit = sequence.lease, sequence.max_cached_tokens
+        assert lease is not None
+        if self._store.catch_up(lease, sequence.tokens, max_cached_tokens=limit):
+            step.copies.extend(lease.copies)
+
     def _advance(self, sequence: Sequence, step: Step) -> bool:
         """Begins a sequence, unless another computes its next blocks. False when there is no room to."""
         lease = sequence.lease
         assert lease is not None
-        if sequence.shares_cache:
-            limit = sequence.max_cached_tokens
-            if self._store.catch_up(lease, sequence.tokens, max_cached_tokens=limit):
-                step.copies.extend(lease.copies)
-            if isinstance(self._store.join_flight(lease, sequence.tokens), Following):
-                return True
+        if sequence.shares_cache and isinstance(self._store.join_flight(lease, sequence.tokens), Following):
+            return True
         if not step.budget:
             return True
         try:
