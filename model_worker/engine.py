@@ -266,6 +266,8 @@ class Engine:
             assert sequence.started is not None
             self._counters.prompt_tokens_cached += sequence.started.cached.total
             self._emit(sequence, sequence.started)
+        # Not in the `try`: sequences that only follow, and are in no chunk, rely on their copies too.
+        self._runner.copy(step)
         try:
             choices = self._runner.execute(step)
         except RuntimeError as error:  # what torch raises, running out of memory included

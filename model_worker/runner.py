@@ -28,9 +28,13 @@ class ModelRunner:
         self._group = model.network.config.num_attention_heads // model.num_kv_heads
 
     @torch.inference_mode()
+    def copy(self, step: Step) -> None:
+        """Carries out the step's copies, before it is executed."""
+        self._cache.copy_rows(step.copies)
+
+    @torch.inference_mode()
     def execute(self, step: Step) -> list[Choice | DeadEnd | None]:
         """Computes the step; per chunk what comes next, or None where the prompt goes on."""
-        self._cache.copy_rows(step.copies)
         logits = self._forward(step.chunks)
         rows = iter(logits)
         return [self._next_token(chunk, next(rows)) if chunk.samples else None for chunk in step.chunks]
