@@ -12,7 +12,6 @@ and two starts at once convert once.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -169,7 +168,7 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
         folder.chmod(0o755)
         folder.rename(target)
         _sync(target.parent)
-    except BaseException:
+    except BaseException:  # Ctrl-C too must leave no half-written folder; raised again
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -274,12 +273,6 @@ def model_label(model: str, folder: Path) -> str:
     if model.lower() in PACKAGED_MODELS:
         return model.lower()
     return folder.resolve().name if Path(model).expanduser().is_dir() else model
-
-
-def context_window_of(folder: Path) -> int:
-    """Tokens a model folder's configuration allows, without loading it."""
-    config = json.loads((folder / "config.json").read_text())
-    return int(config["max_position_embeddings"])
 
 
 def _say(line: str) -> None:

@@ -105,14 +105,6 @@ class FlightBoard:
         for follower, data in followers.items():
             self._lead_or_follow(follower, data)
 
-    @property
-    def num_leading(self) -> int:
-        return len(self._led_by)
-
-    @property
-    def num_following(self) -> int:
-        return len(self._followed_by)
-
     # ----
 
     @property
