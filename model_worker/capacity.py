@@ -1,14 +1,6 @@
 """How much memory keys and values take, and how many conversations fit: `headstart capacity`.
 
 Knows a model's configuration and arithmetic. Loads no weights.
-
-Every full-attention layer keeps, per token, one key and one value of `head_dim`
-numbers for each key-value head:
-
-    bytes per token = 2 x layers x key-value heads x head_dim x bytes per number
-
-Fewer key-value heads than query heads is grouped-query attention (Ainslie et
-al. 2023); one is multi-query attention (Shazeer 2019).
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from model_worker.kv_shape import KvShape, KvShapeUnknown
 from model_worker.models import ModelUnavailable, resolve_model_folder
 from model_worker.settings import WorkerSettings
 
@@ -51,60 +44,6 @@ class CapacityRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """What decides the size of a token's keys and values."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_window_tokens: int
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> KvShape:
-        """From a `config.json`. Raises `CapacityRefused` when it does not say."""
-        try:
-            heads = config["num_attention_heads"]
-            return cls(
-                num_layers=config["num_hidden_layers"],
-                num_heads=heads,
-                num_kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-                context_window_tokens=config["max_position_embeddings"],
-            )
-        except KeyError as error:
-            raise CapacityRefused(f"config.json does not state {error.args[0]}") from error
-
-    @property
-    def kind(self) -> str:
-        if self.num_kv_heads == self.num_heads:
-            return "multi-head"
-        return "multi-query" if self.num_kv_heads == 1 else "grouped-query"
-
-    def bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
-
-    def arithmetic(self, dtype: str) -> str:
-        """The product, spelled out."""
-        factors = (2, self.num_layers, self.num_kv_heads, self.head_dim, BYTES_PER_NUMBER[dtype])
-        return " x ".join(map(str, factors))
-
-    def variants(self) -> list[KvShape]:
-        """This shape, and the same model with all, and with one, of its key-value heads."""
-        counts = dict.fromkeys([self.num_kv_heads, self.num_heads, 1])
-        return [
-            KvShape(
-                num_layers=self.num_layers,
-                num_heads=self.num_heads,
-                num_kv_heads=count,
-                head_dim=self.head_dim,
-                context_window_tokens=self.context_window_tokens,
-            )
-            for count in counts
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """What fits in some memory, in whole blocks."""
 
@@ -126,7 +65,7 @@ def capacity_of(
     shape: KvShape, *, dtype: str, memory_bytes: int, context_tokens: int, block_size: int
 ) -> Capacity:
     """Blocks, tokens and conversations that fit in `memory_bytes`."""
-    block_bytes = shape.bytes_per_token(dtype) * block_size
+    block_bytes = shape.bytes_per_token(BYTES_PER_NUMBER[dtype]) * block_size
     return Capacity(
         num_blocks=memory_bytes // block_bytes, block_size=block_size, context_tokens=context_tokens
     )
@@ -149,7 +88,7 @@ def command(
     """Show bytes per token, and how many tokens and conversations fit, with the arithmetic."""
     settings = CliApp.run(WorkerSettings, cli_args=[])
     folder = resolve_model_folder(model or settings.model, settings.models_folder)
-    shape = KvShape.of(_read_config(folder))
+    shape = KvShape.of(_read_config(folder).get)
     memory_bytes = parse_bytes(memory) if memory else int(settings.kv_cache_gib * 2**30)
     context_tokens = context or shape.context_window_tokens
     console = Console()
@@ -197,8 +136,8 @@ def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: i
             table.add_row(
                 label,
                 dtype,
-                variant.arithmetic(dtype),
-                f"{variant.bytes_per_token(dtype):,}",
+                variant.arithmetic(BYTES_PER_NUMBER[dtype]),
+                f"{variant.bytes_per_token(BYTES_PER_NUMBER[dtype]):,}",
                 f"{fits.tokens:,}",
                 f"{fits.conversations:,}",
             )
@@ -210,7 +149,7 @@ def main() -> None:
     """`python -m model_worker.capacity`."""
     try:
         typer.run(command)
-    except (CapacityRefused, ModelUnavailable) as error:
+    except (CapacityRefused, KvShapeUnknown, ModelUnavailable) as error:
         sys.stderr.write(f"headstart capacity: {error}\n")
         sys.exit(1)
 

@@ -27,6 +27,7 @@ import xxhash
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from model_worker.kv_shape import KvShape, KvShapeUnknown
 from model_worker.protocol import TOKENIZER_FILES
 
 
@@ -71,17 +72,14 @@ class LoadedModel:
     network: Any  # transformers' PreTrainedModel; that library is untyped here
     dtype: torch.dtype
     device: torch.device
-    context_window_tokens: int
+    kv_shape: KvShape
     eos_token_ids: frozenset[int]
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_shape.bytes_per_token(self.dtype.itemsize)
 
 
 def resolve_model_folder(model: str, models_folder: Path) -> Path:
@@ -215,8 +213,9 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(folder)
         _refuse_unsupported(config)
+        _kv_shape(config)  # before the weights are read
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, KvShapeUnknown) as error:
         raise ModelUnavailable(f"{folder} cannot be loaded: {error}") from error
     return wrap_network(
         network.eval().to(device), name=name, folder=folder, fingerprint=model_fingerprint(folder)
@@ -224,9 +223,8 @@ def load_model(
 
 
 def wrap_network(network: Any, *, name: str, folder: Path, fingerprint: str) -> LoadedModel:
-    """Describes a network already in memory."""
+    """Describes a network already in memory. Raises `KvShapeUnknown`."""
     config = network.config
-    heads = config.num_attention_heads
     return LoadedModel(
         name=name,
         folder=folder,
@@ -234,13 +232,18 @@ def wrap_network(network: Any, *, name: str, folder: Path, fingerprint: str) -> 
         network=network,
         dtype=network.dtype,
         device=network.device,
-        context_window_tokens=config.max_position_embeddings,
+        kv_shape=_kv_shape(config),
         eos_token_ids=_eos_token_ids(network),
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
     )
+
+
+def _kv_shape(config: Any) -> KvShape:
+    """From a configuration of `transformers`, which knows the names each model has for the same thing.
+
+    Raises `KvShapeUnknown`.
+    """
+    return KvShape.of(lambda name: getattr(config, name, None))
 
 
 def _eos_token_ids(network: Any) -> frozenset[int]:
@@ -259,8 +262,6 @@ def _refuse_unsupported(config: Any) -> None:
     if kinds or windowed:
         what = ", ".join(sorted(kinds)) or f"a sliding window of {config.sliding_window} tokens"
         raise ModelUnavailable(f"{config.model_type} uses {what}; only full-attention decoders are supported")
-    if not getattr(config, "max_position_embeddings", None):
-        raise ModelUnavailable(f"{config.model_type} does not state max_position_embeddings")
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

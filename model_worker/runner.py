@@ -25,7 +25,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._cache_argument = cache_argument(model.network)
-        self._group = model.network.config.num_attention_heads // model.num_kv_heads
+        self._group = model.kv_shape.group
 
     @torch.inference_mode()
     def copy(self, step: Step) -> None:

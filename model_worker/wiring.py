@@ -66,16 +66,16 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     )
     store = PrefixStore(num_blocks=num_blocks, block_size=settings.block_size, namer=namer)
     cache = KVCache(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_layers=model.kv_shape.num_layers,
+        num_kv_heads=model.kv_shape.num_kv_heads,
+        head_dim=model.kv_shape.head_dim,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         dtype=model.dtype,
         device=model.device,
     )
     # A sequence alone must always fit, or it could wait for ever.
-    context_window_tokens = min(model.context_window_tokens, num_blocks * settings.block_size)
+    context_window_tokens = min(model.kv_shape.context_window_tokens, num_blocks * settings.block_size)
     engine = Engine(
         scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
         store=store,

@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from model_worker.capacity import CapacityRefused, KvShape, capacity_of, command, parse_bytes
+from model_worker.capacity import CapacityRefused, capacity_of, command, parse_bytes
+from model_worker.kv_shape import KvShape, KvShapeUnknown
 from model_worker.models import LoadedModel
 from tests.engines import running_engine
 from tests.tiny_models import tiny_llama_config
@@ -24,22 +25,22 @@ SMOLLM2 = {
 
 
 def test_bytes_per_token_are_the_product_that_is_shown() -> None:
-    shape = KvShape.of(SMOLLM2)
-    assert shape.bytes_per_token("float32") == 46_080
-    assert shape.bytes_per_token("bfloat16") == 23_040
-    assert shape.arithmetic("float32") == "2 x 30 x 3 x 64 x 4"
+    shape = KvShape.of(SMOLLM2.get)
+    assert shape.bytes_per_token(4) == 46_080
+    assert shape.bytes_per_token(2) == 23_040
+    assert shape.arithmetic(4) == "2 x 30 x 3 x 64 x 4"
     assert [one.kind for one in shape.variants()] == ["grouped-query", "multi-head", "multi-query"]
 
 
 def test_the_running_engine_takes_what_was_foretold(tiny_model: LoadedModel) -> None:
-    shape = KvShape.of(tiny_llama_config().to_dict())
+    shape = KvShape.of(tiny_llama_config().to_dict().get)
     gib = 0.01
     foretold = capacity_of(
         shape, dtype="float32", memory_bytes=int(gib * 2**30), context_tokens=100, block_size=16
     )
     with running_engine(tiny_model, kv_cache_blocks=None, kv_cache_gib=gib) as driver:
         assert driver.engine.stats.blocks_total == foretold.num_blocks
-    assert shape.bytes_per_token("float32") == tiny_model.kv_bytes_per_token
+    assert shape.bytes_per_token(4) == tiny_model.kv_bytes_per_token
     assert foretold.conversations == foretold.num_blocks // 7
 
 
@@ -57,8 +58,8 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 
 def test_a_configuration_that_does_not_say_is_refused() -> None:
-    with pytest.raises(CapacityRefused, match="num_hidden_layers"):
-        KvShape.of({"num_attention_heads": 2})
+    with pytest.raises(KvShapeUnknown, match="num_hidden_layers"):
+        KvShape.of({"num_attention_heads": 2}.get)
 
 
 def test_the_table_names_every_dtype(tmp_path: Path) -> None:
