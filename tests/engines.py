@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ from model_worker.wiring import build_worker
 
 DEADLINE_SECONDS = 60.0
 SCOPE = "aa"
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random bytes, as tokens of the tiny models."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
 
 
 @dataclass(slots=True)

@@ -22,6 +22,19 @@ def plain_twin(model: LoadedModel) -> LoadedModel:
     return tiny_llama(model.folder, attention="eager")
 
 
+def greedy_of(plain: LoadedModel, prompt: list[int], max_tokens: int, **options: object) -> list[int]:
+    """What `generate` of transformers continues a prompt with."""
+    whole = plain.network.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return whole[0, len(prompt) :].tolist()
+
+
 def count_near_ties(
     plain: LoadedModel, prompt: Sequence[int], got: Sequence[int], expected: Sequence[int]
 ) -> int:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from model_worker.engine import RequestRefused
 from model_worker.models import LoadedModel
 from model_worker.protocol import Failed, Finished, Prefilled, Started, Token
 from model_worker.settings import WorkerSettings
 from model_worker.wiring import build_worker
-from tests.engines import DEADLINE_SECONDS, EngineDriver, Generation, running_engine
-from tests.near_ties import count_near_ties, plain_twin
-from tests.tiny_models import tiny_llama_config
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
+from tests.engines import DEADLINE_SECONDS, EngineDriver, Generation, prompt_of, running_engine
+from tests.near_ties import count_near_ties, greedy_of, plain_twin
 
 
 def assert_texts(
@@ -54,20 +46,10 @@ def test_the_next_turn_finds_the_answer_of_the_last(driver: EngineDriver) -> Non
 
 
 def test_greedy_tokens_are_those_of_transformers(driver: EngineDriver, tiny_model: LoadedModel) -> None:
-    torch.manual_seed(0)
-    config = tiny_llama_config()
-    config._attn_implementation = "eager"
-    plain = LlamaForCausalLM(config).eval()
+    plain = plain_twin(tiny_model)
     for seed in range(5):
         prompt = prompt_of(30 + seed, seed)
-        expected = plain.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, len(prompt) :]
-        assert driver.generate(prompt, max_tokens=12).tokens == expected.tolist()
+        assert driver.generate(prompt, max_tokens=12).tokens == greedy_of(plain, prompt, 12)
 
 
 def test_long_prompts_are_computed_in_chunks_and_tell_their_progress(tiny_model: LoadedModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 
 import httpx
@@ -12,7 +11,6 @@ import msgspec
 import pytest
 import torch
 from starlette.applications import Starlette
-from transformers import LlamaForCausalLM
 
 from model_worker import structured
 from model_worker.engine import RequestRefused
@@ -35,8 +33,8 @@ from model_worker.protocol import (
 from model_worker.server import create_app
 from model_worker.settings import WorkerSettings
 from model_worker.wiring import build_worker
-from tests.engines import EngineDriver, Generation, running_engine
-from tests.tiny_models import tiny_llama_config
+from tests.engines import EngineDriver, Generation, prompt_of, running_engine
+from tests.near_ties import greedy_of, plain_twin
 
 END = 256
 SCHEMA = json.dumps(
@@ -54,18 +52,10 @@ SCHEMA = json.dumps(
 )
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
-
-
 @pytest.fixture(scope="module")
-def plain(tiny_model: LoadedModel) -> LlamaForCausalLM:
+def plain(tiny_model: LoadedModel) -> LoadedModel:
     """The tiny model with the attention of `transformers`."""
-    torch.manual_seed(0)
-    config = tiny_llama_config()
-    config._attn_implementation = "eager"
-    return LlamaForCausalLM(config).eval()
+    return plain_twin(tiny_model)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +67,12 @@ def plain(tiny_model: LoadedModel) -> LlamaForCausalLM:
     ],
 )
 def test_greedy_texts_are_those_of_transformers(
-    driver: EngineDriver, plain: LlamaForCausalLM, ours: dict[str, object], theirs: dict[str, object]
+    driver: EngineDriver, plain: LoadedModel, ours: dict[str, object], theirs: dict[str, object]
 ) -> None:
     for seed in range(3):
         prompt = prompt_of(20 + seed, seed)
-        expected = plain.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-            **theirs,
-        )[0, len(prompt) :]
-        assert driver.generate(prompt, max_tokens=12, **ours).tokens == expected.tolist()
+        expected = greedy_of(plain, prompt, 12, **theirs)
+        assert driver.generate(prompt, max_tokens=12, **ours).tokens == expected
 
 
 def logprobs_of(generation: Generation) -> list[TokenLogprobs]:
@@ -99,7 +82,7 @@ def logprobs_of(generation: Generation) -> list[TokenLogprobs]:
 
 
 def test_log_probabilities_are_those_of_a_plain_forward_pass(
-    driver: EngineDriver, plain: LlamaForCausalLM
+    driver: EngineDriver, plain: LoadedModel
 ) -> None:
     prompt = prompt_of(25)
     options: dict[str, object] = {"temperature": 1.3, "seed": 4, "max_tokens": 10, "ignore_eos": True}
