@@ -88,7 +88,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(
     options: dict[str, object] = {"temperature": 1.3, "seed": 4, "max_tokens": 10, "ignore_eos": True}
     generation = driver.generate(prompt, top_logprobs=3, frequency_penalty=0.5, **options)
     with torch.inference_mode():
-        logits = plain(torch.tensor([prompt + generation.tokens])).logits[0, len(prompt) - 1 : -1]
+        logits = plain.network(torch.tensor([prompt + generation.tokens])).logits[0, len(prompt) - 1 : -1]
     expected = logits.double().log_softmax(1)
     entries = logprobs_of(generation)
     assert [entry.chosen.token_id for entry in entries] == generation.tokens
