@@ -21,6 +21,7 @@ from model_worker.models import (
     resolve_model_folder,
     tokenizer_files,
 )
+from model_worker.packed_linear import pack_linear_layers
 from model_worker.protocol import WorkerCard
 from model_worker.runner import ModelRunner
 from model_worker.scheduler import Scheduler
@@ -54,7 +55,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 
 def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
-    """Builds the engine around a loaded model."""
+    """Builds the engine around a loaded model, whose linear layers are packed in place."""
+    pack_linear_layers(model.network)
     num_blocks = settings.kv_cache_blocks or _blocks_that_fit(model, settings)
     dtype = str(model.dtype).removeprefix("torch.")
     namer = BlockNamer(
