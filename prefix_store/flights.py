@@ -8,7 +8,8 @@ A lease that is about to compute a prompt asks to `join`. It *leads* when nobody
 writes its next block yet; else it *follows* the one that does, for as many
 tokens as their prompts share. As the leader's blocks are sealed, followers
 catch up. When a leader ends or stops early, its first follower leads in its
-place and the others follow that one.
+place and the others follow that one. A follower may also take over from a
+leader that gets nowhere.
 
     joined → leading | following;  following → leading;  both → left
 """
@@ -85,6 +86,15 @@ class FlightBoard:
         self._followed_by[lease] = flight
         return Following(leader=flight.leader, num_tokens=self._shared(flight, data) * self._block_tokens)
 
+    def take_over(self, lease: Lease) -> None:
+        """A follower that waited in vain leads. The others follow it; who led goes on beside it."""
+        flight = self._followed_by[lease]
+        data = flight.followers[lease]
+        self._unfollow(lease)
+        self._leave_place(flight)
+        self._lead(_Flight(leader=lease, data=data), self._place_of(lease, data))
+        self._disperse(flight)
+
     def moved(self, lease: Lease) -> None:
         """More of a lease's blocks were sealed: it writes elsewhere now."""
         flight = self._led_by.get(lease)
@@ -99,7 +109,11 @@ class FlightBoard:
         if flight is None:
             return
         self._leave_place(flight)
-        followers = flight.followers
+        self._disperse(flight)
+
+    def _disperse(self, flight: _Flight) -> None:
+        """Its followers find somebody else to follow, or lead."""
+        followers, flight.followers = flight.followers, {}
         for follower in followers:
             del self._followed_by[follower]
         for follower, data in followers.items():

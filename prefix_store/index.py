@@ -214,6 +214,11 @@ class RadixIndex:
             self._hit(step, now)
         return match.path[-1]
 
+    def hold_again(self, node: Node, now: float) -> None:
+        """One more lease ends where another does: the path that one holds is held once more."""
+        for step in self.path_of(node):
+            self._hold(step, now)
+
     def open_scope(self, scope: str, now: float) -> Node:
         """The root of a scope, held once more."""
         root = self._roots.get(scope)

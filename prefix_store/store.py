@@ -4,11 +4,12 @@ Knows scopes (opaque), tokens, block ids. Does not know tensors, requests or
 tenants: it decides, and its caller moves bytes. Not thread-safe: one thread
 owns a store, and every change is one synchronous call.
 
-    acquire → extend → seal → … → release | discard
+    acquire → extend → seal → fork → … → release | discard
 
 `acquire` holds the cached prefix of a prompt; `extend` makes room for what is
-about to be written; `seal` makes what was written findable; `release` gives
-everything back, findable; `discard` gives everything back and adds nothing.
+about to be written; `seal` makes what was written findable; `fork` lets another text go on from
+there; `release` gives everything back, findable; `discard` gives everything
+back and adds nothing.
 """
 
 from __future__ import annotations
@@ -233,6 +234,42 @@ class PrefixStore:
             self._make_room(lease.scope, wanted, now)
         lease.block_table += self._pool.take(wanted)
 
+    def fork(self, lease: Lease, num_written: int) -> Lease:
+        """Another lease on the first `num_written` tokens of this one, all of them written.
+
+        Indexed blocks are shared; of the private ones it has copies, in `copies`, for
+        the caller to carry out at once. Raises `OutOfBlocks`, and changes nothing, when
+        there is no room for them.
+        """
+        self._require_open(lease)
+        num_blocks = -(-num_written // self.block_size)
+        if not lease.num_indexed <= num_blocks <= len(lease.block_table):
+            raise ValueError(f"{num_written} tokens are not what the lease has written")
+        wanted, now = num_blocks - lease.num_indexed, self._now()
+        if wanted > self._pool.num_available:
+            raise OutOfBlocks(wanted=wanted, available=self._pool.num_available)
+        self._make_room(lease.scope, wanted, now)
+        twin = Lease(
+            scope=lease.scope,
+            num_prompt_tokens=lease.num_prompt_tokens,
+            num_system_tokens=lease.num_system_tokens,
+            num_public_blocks=lease.num_public_blocks,
+            node=lease.node,
+        )
+        self._index.hold_again(lease.node, now)
+        twin.num_indexed = lease.num_indexed
+        twin.block_table = [*lease.block_table[: lease.num_indexed], *self._pool.take(wanted)]
+        twin.copies = tuple(
+            RowCopy(
+                source=lease.block_table[index],
+                target=twin.block_table[index],
+                num_rows=min(self.block_size, num_written - index * self.block_size),
+            )
+            for index in range(lease.num_indexed, num_blocks)
+        )
+        self._leases[twin] = None
+        return twin
+
     def seal(self, lease: Lease, tokens: TokenIds, num_written: int) -> None:
         """The K/V of `tokens[:num_written]` is in the pool: makes the full blocks of it findable.
 
@@ -329,6 +366,11 @@ class PrefixStore:
         """Neither leads nor follows any more; a follower takes over."""
         self._require_open(lease)
         self._flights.leave(lease)
+
+    def take_over_flight(self, lease: Lease) -> None:
+        """A follower no longer waits for its leader: it computes its blocks itself, and others follow it."""
+        self._require_open(lease)
+        self._flights.take_over(lease)
 
     def catch_up(self, lease: Lease, tokens: TokenIds, *, max_cached_tokens: int) -> int:
         """Looks again for a lease that has computed nothing yet; returns the cached tokens gained.

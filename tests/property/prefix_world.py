@@ -10,7 +10,7 @@ that a wrong block, a stale copy or a block that was reused too early shows.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefix_store.blocks import TOKEN_BYTES, BlockId, BlockNamer, TokenKind, token_ids
 from prefix_store.events import KvEventLog
@@ -274,12 +274,7 @@ class World:
             self.store.extend(seq.lease, num_tokens)
         except OutOfBlocks:
             assert seq.lease.block_table == table
-            available = self.num_free()
-            kept = dict(self.cached)
-            while self.evict_one():
-                available += 1
-            assert wanted > available
-            self.cached = kept
+            assert wanted > self.num_free() + self.num_evictable()
         else:
             grown = seq.lease.block_table
             assert grown[: len(table)] == table
@@ -291,6 +286,36 @@ class World:
                 self.adopt_evictions(max(wanted - self.num_free(), 0))
             seq.lease.block_table = grown
         self.verify()
+
+    def fork(self, seq: Sequence) -> None:
+        """Another text goes on from what is written: sealed blocks are shared, the others copied."""
+        self.tick()
+        self.expire()
+        wanted = -(-seq.written // BLOCK) - seq.sealed // BLOCK
+        try:
+            lease = self.store.fork(seq.lease, seq.written)
+        except OutOfBlocks:
+            assert wanted > self.num_free() + self.num_evictable()
+        else:
+            if isinstance(self.policy, LruPolicy):
+                while wanted > self.num_free():
+                    assert self.evict_one(), "a block came from nowhere"
+            else:
+                self.adopt_evictions(max(wanted - self.num_free(), 0))
+            assert len(lease.copies) == wanted
+            for copy in lease.copies:
+                for row in range(copy.num_rows):
+                    self.memory[copy.target, row] = self.memory[copy.source, row]
+            shared = array("I", seq.tokens[: max(seq.written, seq.num_prompt)])
+            self.live.append(replace(seq, lease=lease, tokens=shared))
+        self.verify()
+
+    def num_evictable(self) -> int:
+        kept, count = dict(self.cached), 0
+        while self.evict_one():
+            count += 1
+        self.cached = kept
+        return count
 
     def write(self, seq: Sequence, num_tokens: int) -> None:
         """The forward pass: K/V of the next tokens, as far as there is room."""

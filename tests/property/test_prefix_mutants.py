@@ -18,6 +18,7 @@
 | keeps_a_stale_tail | a tail stays beside the block that says the same and more |
 | leaves_public_text_private | public prefixes are not shared |
 | lets_a_scope_through_anothers_gate | what follows a public prefix is shared as well |
+| forks_without_holding | a fork does not count as a holder of the blocks it shares |
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ def merges_across_a_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(index_module, "_is_one_run", lambda upper, lower: bool(upper.blocks) and not lower.is_tail)
 
 
+def forks_without_holding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixIndex, "hold_again", lambda self, node, now: None)
+
+
 def keeps_a_stale_tail(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixIndex, "_supersede_tail", lambda self, parent, key, now: None)
 
@@ -168,6 +173,7 @@ MUTANTS: tuple[Plant, ...] = (
     keeps_a_stale_tail,
     leaves_public_text_private,
     lets_a_scope_through_anothers_gate,
+    forks_without_holding,
 )
 
 

@@ -55,6 +55,13 @@ class PrefixStoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.live)
     @rule(pick=PICK)
+    def fork(self, pick: int) -> None:
+        seq = self.world.live[pick % len(self.world.live)]
+        if len(self.world.live) < 4 and seq.written:
+            self.world.fork(seq)
+
+    @precondition(lambda self: self.world.live)
+    @rule(pick=PICK)
     def seal(self, pick: int) -> None:
         self.world.seal(self.world.live[pick % len(self.world.live)])
 
@@ -118,6 +125,8 @@ def live(world: World, rng: random.Random) -> None:
         world.write(seq, len(seq.tokens))
     elif dice < 0.68 and len(seq.tokens) < 16:
         world.generate(seq, rng.randint(0, 1))
+    elif dice < 0.71 and len(world.live) < 4 and seq.written:
+        world.fork(seq)
     elif dice < 0.78:
         world.seal(seq)
     elif dice < 0.90:

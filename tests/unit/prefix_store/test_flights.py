@@ -174,3 +174,20 @@ def _live(rng: random.Random) -> None:
         store.check()
     assert not waiting
     assert store.counts.held == 0
+
+
+def test_one_follower_takes_over_from_a_leader_that_gets_nowhere() -> None:
+    bench = Bench(num_blocks=32)
+    one, two, three = bench.acquire(FIRST), bench.acquire(SECOND), bench.acquire(THIRD)
+    bench.store.join_flight(one, FIRST)
+    bench.store.join_flight(two, SECOND)
+    bench.store.join_flight(three, THIRD)
+    bench.store.take_over_flight(two)
+    bench.store.check()
+    assert bench.store.join_flight(two, SECOND) == Leading()
+    assert bench.store.join_flight(three, THIRD) == Following(leader=two, num_tokens=4 * BLOCK)
+    assert bench.store.join_flight(one, FIRST) == Leading(), "it goes on where it is"
+    compute(bench, one, FIRST, len(FIRST))
+    compute(bench, two, SECOND, len(SECOND))
+    assert one.block_table[:4] == two.block_table[:4], "of two equal blocks one is kept"
+    bench.store.check()

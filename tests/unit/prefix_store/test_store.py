@@ -239,3 +239,43 @@ def test_two_halves_of_a_run_grow_together_again() -> None:
     assert bench.store.index_bytes < nodes_when_split - 2 * BLOCK
     # The root, the scope's only run.
     assert sum(1 for _ in bench.store._index.nodes()) == 2
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_rest() -> None:
+    bench = Bench()
+    text = prompt(1, 2 * BLOCK + 3)
+    lease = bench.acquire(text)
+    bench.store.extend(lease, len(text))
+    bench.store.seal(lease, text, len(text))
+    twin = bench.store.fork(lease, len(text))
+    assert twin.block_table[:2] == lease.block_table[:2]
+    [copy] = twin.copies
+    assert (copy.source, copy.target, copy.num_rows) == (lease.block_table[2], twin.block_table[2], 3)
+    bench.store.discard(lease)
+    bench.store.check()
+    bench.store.release(twin, text, len(text))
+    assert bench.cached(text) == len(text)
+    bench.store.check()
+
+
+def test_a_fork_of_what_is_not_findable_copies_it_all() -> None:
+    bench = Bench()
+    text = prompt(1, BLOCK + 1)
+    lease = bench.acquire(text)
+    bench.store.extend(lease, len(text))
+    twin = bench.store.fork(lease, len(text))
+    assert [copy.num_rows for copy in twin.copies] == [BLOCK, 1]
+    assert not set(twin.block_table) & set(lease.block_table)
+    bench.store.check()
+
+
+def test_a_fork_without_room_changes_nothing() -> None:
+    bench = Bench(num_blocks=3)
+    text = prompt(1, 2 * BLOCK)
+    lease = bench.acquire(text)
+    bench.store.extend(lease, len(text))
+    before = bench.store.counts
+    with pytest.raises(OutOfBlocks):
+        bench.store.fork(lease, len(text))
+    assert bench.store.counts == before
+    bench.store.check()
