@@ -96,21 +96,30 @@ def paged_attention(
 
 
 def _attend(cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Every row in one segment: query and output `[heads, n, head_dim]`.
+    """Every row in one segment: query and output `[heads, n, head_dim]`."""
+    if len(cache.segments) == 1:
+        return _attend_to(cache, layer, cache.segments[0], query, scaling)
+    output = torch.empty_like(query)
+    for segment in cache.segments:
+        rows = query[:, segment.rows]
+        output[:, segment.rows] = _attend_to(cache, layer, segment, rows, scaling)
+    return output
+
+
+def _attend_to(
+    cache: PagedCache, layer: int, segment: SegmentTensors, query: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """One segment's rows over its tokens: query and output `[heads, n, head_dim]`.
 
     Query heads that share a key head are folded into the query length, so keys
     and values are never repeated in memory.
     """
-    output = torch.empty_like(query)
-    for segment in cache.segments:
-        keys, values = cache.pool.read(layer, segment.slots)
-        rows = query[:, segment.rows]
-        folded = rows.reshape(1, keys.shape[0], -1, query.shape[2])
-        attended = F.scaled_dot_product_attention(
-            folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
-        )
-        output[:, segment.rows] = attended.reshape(rows.shape)
-    return output
+    keys, values = cache.pool.read(layer, segment.slots)
+    folded = query.reshape(1, keys.shape[0], -1, query.shape[2])
+    attended = F.scaled_dot_product_attention(
+        folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
+    )
+    return attended.reshape(query.shape)
 
 
 def _attend_merging(
