@@ -26,6 +26,26 @@ from model_worker.kv_cache import KVCache
 
 ATTENTION_NAME = "headstart_paged"
 
+TILE_TOKENS = 512
+"""Keys whose scores are in memory at once where this module computes them itself."""
+
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "paged",
+        # Ours from the runner's call, passed on by models to their attention.
+        *("cache", "past_key_values", "position_ids", "use_cache", "logits_to_keep"),
+        # Positions that are in query and key already.
+        *("position_embeddings", "cache_position"),
+        # Nothing in a forward pass without training: what is hidden, the segments say.
+        *("dropout", "is_causal", "output_attentions", "output_hidden_states", "return_dict"),
+    }
+)
+"""What attention may ignore. Any other argument that is set changes the result: a window, sinks, a bias."""
+
+
+class UnsupportedAttention(Exception):
+    """A model's attention is more than this module computes; the message says what."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentTensors:
@@ -86,28 +106,46 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`transformers`' attention signature: `[1, heads, n, head_dim]` in, `[1, n, heads, head_dim]` out."""
+    """`transformers`' attention signature: `[1, heads, n, head_dim]` in, `[1, n, heads, head_dim]` out.
+
+    Raises `UnsupportedAttention` for an argument that would change the result and is not known here.
+    """
+    _refuse_unknown(kwargs)
     cache: PagedCache = kwargs["paged"]
     layer: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_merging if cache.merges else _attend
-    return attend(cache, layer, query[0], scaling).transpose(0, 1)[None], None
+    return attend(cache, layer, query[0], scaling, softcap).transpose(0, 1)[None], None
 
 
-def _attend(cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    for name in arguments.keys() - HARMLESS_ARGUMENTS:
+        if arguments[name] is not None:
+            raise UnsupportedAttention(f"its attention takes {name}")
+
+
+def _attend(
+    cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
     """Every row in one segment: query and output `[heads, n, head_dim]`."""
     if len(cache.segments) == 1:
-        return _attend_to(cache, layer, cache.segments[0], query, scaling)
+        return _attend_to(cache, layer, cache.segments[0], query, scaling, softcap)
     output = torch.empty_like(query)
     for segment in cache.segments:
         rows = query[:, segment.rows]
-        output[:, segment.rows] = _attend_to(cache, layer, segment, rows, scaling)
+        output[:, segment.rows] = _attend_to(cache, layer, segment, rows, scaling, softcap)
     return output
 
 
 def _attend_to(
-    cache: PagedCache, layer: int, segment: SegmentTensors, query: torch.Tensor, scaling: float | None
+    cache: PagedCache,
+    layer: int,
+    segment: SegmentTensors,
+    query: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """One segment's rows over its tokens: query and output `[heads, n, head_dim]`.
 
@@ -116,6 +154,9 @@ def _attend_to(
     """
     keys, values = cache.pool.read(layer, segment.slots)
     folded = query.reshape(1, keys.shape[0], -1, query.shape[2])
+    if softcap is not None:
+        capped, _ = capped_attention(folded, keys[None], values[None], segment.mask, scaling, softcap)
+        return capped.reshape(query.shape)
     attended = F.scaled_dot_product_attention(
         folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
     )
@@ -123,7 +164,7 @@ def _attend_to(
 
 
 def _attend_merging(
-    cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None
+    cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor:
     """Rows in several segments: parts are weighted by their share of the softmax's denominator."""
     num_heads, num_rows, head_dim = query.shape
@@ -133,7 +174,9 @@ def _attend_merging(
         keys, values = cache.pool.read(layer, segment.slots)
         rows = query[:, segment.rows]
         folded = rows.reshape(1, keys.shape[0], -1, head_dim)
-        part, log_sum = attention_with_log_sum(folded, keys[None], values[None], segment.mask, scaling)
+        part, log_sum = attention_with_log_sum(
+            folded, keys[None], values[None], segment.mask, scaling, softcap
+        )
         part, log_sum = part.reshape(rows.shape).float(), log_sum.reshape(rows.shape[:2])
         before = total[:, segment.rows]
         after = torch.logaddexp(before, log_sum)
@@ -149,8 +192,11 @@ def attention_with_log_sum(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention `[1, heads, n, head_dim]` and the log-sum-exp of its scores, float32 `[1, heads, n]`."""
+    if softcap is not None:
+        return capped_attention(query, key, value, mask, scaling, softcap)
     if query.device.type == "cpu":
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, False, attn_mask=mask, scale=scaling
@@ -162,6 +208,38 @@ def attention_with_log_sum(
         scores = scores + mask
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_with_log_sum` with scores held within ±`softcap` by a tanh, as in Gemma 2.
+
+    Torch's own attention has no such thing. Scores exist for `TILE_TOKENS` keys
+    at a time; a running maximum holds the tiles together (Milakov, Gimelshein 2018).
+    Every row sees the first key.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    total = query.new_zeros(query.shape[:-1], dtype=torch.float32)
+    largest = torch.full_like(total, float("-inf"))
+    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
+    for start in range(0, key.shape[2], TILE_TOKENS):
+        tile = slice(start, start + TILE_TOKENS)
+        scores = (query @ key[:, :, tile].transpose(-1, -2)).float().mul_(scale / softcap).tanh_()
+        scores.mul_(softcap)
+        if mask is not None:
+            scores.add_(mask[..., tile])
+        before, largest = largest, torch.maximum(largest, scores.amax(-1))
+        weights = scores.sub_(largest[..., None]).exp_()
+        kept = (before - largest).exp_()
+        total = total.mul_(kept).add_(weights.sum(-1))
+        output.mul_(kept[..., None]).add_((weights.to(value.dtype) @ value[:, :, tile]).float())
+    return (output / total[..., None]).to(query.dtype), largest + total.log()
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
