@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -35,7 +36,7 @@ from model_worker.protocol import (
 )
 from model_worker.runner import ModelRunner
 from model_worker.sampling import Choice, DeadEnd, Sampler
-from model_worker.scheduler import Scheduler
+from model_worker.scheduler import Scheduler, Step
 from model_worker.sequence import Sequence
 from model_worker.structured import StructureCompiler, StructureRefused, Vocabulary
 from prefix_store.store import PrefixStore
@@ -61,6 +62,14 @@ def _refuse_outside(vocab_size: int, field: str, tokens: Iterable[int]) -> None:
         raise RequestRefused(Refusal(code="invalid_request", message=message))
 
 
+@contextmanager
+def _refusing_structures() -> Iterator[None]:
+    try:
+        yield
+    except StructureRefused as error:
+        raise RequestRefused(Refusal(code=error.code, message=str(error))) from error
+
+
 @dataclass(slots=True, kw_only=True)
 class Counters:
     """Totals since start; their meaning is `WorkerStats`'."""
@@ -77,8 +86,11 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class _Live:
-    sequence: Sequence
+    """A request and those of its texts that have not ended."""
+
+    request: GenerateRequest
     sink: EventSink
+    sequences: dict[Sequence, None]
 
 
 @dataclass(slots=True)
@@ -89,6 +101,7 @@ class _Inbox:
     added: deque[_Live] = field(default_factory=deque)
     cancelled: set[str] = field(default_factory=set)
     open_ids: set[str] = field(default_factory=set)
+    num_open: int = 0
     draining: bool = False
     stopping: bool = False
 
@@ -168,26 +181,26 @@ class Engine:
         A structure is compiled here, in the caller's thread: see `takes_long`.
         """
         self._refuse_impossible(request)
-        sampling = request.sampling
-        detokenizer = Detokenizer(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-        live = _Live(sequence=Sequence.of(request, detokenizer, self._sampler(request)), sink=sink)
+        live = _Live(request=request, sink=sink, sequences=dict.fromkeys(self._texts(request)))
         with self._inbox.changed:
             if self._inbox.draining or self._inbox.stopping or not self.is_alive:
                 raise RequestRefused(Refusal(code="draining", message="this worker takes no new requests"))
             if request.request_id in self._inbox.open_ids:
                 message = f"request_id: {request.request_id} is already being generated"
                 raise RequestRefused(Refusal(code="invalid_request", message=message))
-            if len(self._inbox.open_ids) >= self._max_open:
-                message = f"{len(self._inbox.open_ids)} requests are open, the most this worker takes"
+            if self._inbox.num_open + request.n > self._max_open:
+                message = f"{self._inbox.num_open} texts are open, and this worker takes {self._max_open}"
                 raise RequestRefused(Refusal(code="queue_full", message=message))
             self._inbox.open_ids.add(request.request_id)
+            self._inbox.num_open += request.n
             self._inbox.added.append(live)
             self._inbox.changed.notify_all()
 
     @staticmethod
     def takes_long(request: GenerateRequest) -> bool:
         """Whether `submit` may take a second or wait for others' compilations: nothing for an event loop."""
-        return request.sampling.structure is not None or request.sampling.top_logprobs is not None
+        sampling = request.sampling
+        return request.n > 1 or sampling.structure is not None or sampling.top_logprobs is not None
 
     def cancel(self, request_id: str) -> None:
         """Stops a request before the next step. An ended id is ignored: hang-ups race with endings."""
@@ -210,19 +223,39 @@ class Engine:
         if sampling.min_tokens > sampling.max_tokens:
             message = f"min_tokens: {sampling.min_tokens} is over max_tokens {sampling.max_tokens}"
             raise RequestRefused(Refusal(code="invalid_request", message=message))
+        if request.n > self._max_open:
+            message = f"n: {request.n} is over the {self._max_open} texts that this worker takes at once"
+            raise RequestRefused(Refusal(code="invalid_request", message=message))
 
-    def _sampler(self, request: GenerateRequest) -> Sampler:
+    def _texts(self, request: GenerateRequest) -> list[Sequence]:
+        """One sequence for each text; the first has the others as its forks."""
         sampling = request.sampling
-        try:
-            if sampling.top_logprobs is not None:
+        if sampling.top_logprobs is not None:
+            with _refusing_structures():
                 self._vocabulary.load()
-            structure = None
-            if sampling.structure is not None:
-                structure = self._structures.start(request.scope, sampling.structure)
-        except StructureRefused as error:
-            raise RequestRefused(Refusal(code=error.code, message=str(error))) from error
+        first, *forks = (
+            Sequence.of(
+                request,
+                Detokenizer(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens),
+                self._sampler(request, choice),
+                choice=choice,
+            )
+            for choice in range(request.n)
+        )
+        first.forks = forks
+        return [first, *forks]
+
+    def _sampler(self, request: GenerateRequest, choice: int) -> Sampler:
+        structure = None
+        if request.sampling.structure is not None:
+            with _refusing_structures():
+                structure = self._structures.start(request.scope, request.sampling.structure)
         return Sampler(
-            sampling, prompt=request.token_ids, eos_token_ids=self._eos_token_ids, structure=structure
+            request.sampling,
+            prompt=request.token_ids,
+            eos_token_ids=self._eos_token_ids,
+            structure=structure,
+            choice=choice,
         )
 
     # The engine's own thread, from here on.
@@ -236,7 +269,7 @@ class Engine:
                     self._scheduler.check()
                 self.stats = self._snapshot()
             for live in list(self._live.values()):
-                self._close(live, self._scheduler.finish)
+                self._close(live)
                 self._fail(live, "shutting_down", "the worker is shutting down")
             self._scheduler.check()
         finally:
@@ -253,10 +286,10 @@ class Engine:
             cancelled, inbox.cancelled = inbox.cancelled, set()
             stopping = inbox.stopping
         for live in added:
-            self._live[live.sequence.request.request_id] = live
-            self._scheduler.add(live.sequence)
+            self._live[live.request.request_id] = live
+            self._scheduler.add(next(iter(live.sequences)))
         for request_id in cancelled & self._live.keys():
-            self._close(self._live[request_id], self._scheduler.finish)
+            self._close(self._live[request_id])
             self._counters.requests_cancelled += 1
         return not stopping
 
@@ -265,34 +298,56 @@ class Engine:
         for sequence in step.begun:
             assert sequence.started is not None
             self._counters.prompt_tokens_cached += sequence.started.cached.total
-            self._emit(sequence, sequence.started)
+            self._live_of(sequence).sink(sequence.started)
         # Not in the `try`: sequences that only follow, and are in no chunk, rely on their copies too.
-        self._runner.copy(step)
+        self._runner.copy(step.copies)
+        if not step.chunks:
+            return  # whoever was to begin found no room beside others that wait: it has given up its blocks
         try:
-            choices = self._runner.execute(step)
+            chosen = self._runner.execute(step)
         except RuntimeError as error:  # what torch raises, running out of memory included
             log.exception("step_failed", num_chunks=len(step.chunks))
-            for chunk in step.chunks:
-                live = self._live[chunk.sequence.request.request_id]
-                self._close(live, self._scheduler.abandon)
-                self._fail(live, "engine_failed", f"the forward pass failed: {error}")
+            self._fail_step(step, f"the forward pass failed: {error}")
             return
         self._scheduler.commit(step)
         self._counters.steps += 1
-        for chunk, choice in zip(step.chunks, choices, strict=True):
+        for chunk, choices in zip(step.chunks, chosen, strict=True):
             self._count_computed(chunk.sequence, chunk.start, chunk.stop)
-            if isinstance(choice, DeadEnd):
-                self._give_up(chunk.sequence, choice)
-            elif choice is not None:
-                self._accept(chunk.sequence, choice)
+            if chunk.sequence.request.request_id not in self._live:
+                continue  # another of its texts came to a dead end in this very step
+            if choices:
+                self._go_on(chunk.sequence, choices)
             elif chunk.sequence.num_output == 0:
                 self._emit_progress(chunk.sequence)
+
+    def _fail_step(self, step: Step, message: str) -> None:
+        """Ends the requests of a step; what the step wrote of them is not to be found."""
+        failed = {id(live): live for live in (self._live_of(chunk.sequence) for chunk in step.chunks)}
+        for chunk in step.chunks:
+            self._scheduler.abandon(chunk.sequence)
+            del self._live_of(chunk.sequence).sequences[chunk.sequence]
+        for live in failed.values():
+            self._close(live)
+            self._fail(live, "engine_failed", message)
+
+    def _go_on(self, sequence: Sequence, choices: list[Choice | DeadEnd]) -> None:
+        """Appends what was chosen, to the forks too where the sequence has any: they begin here."""
+        live = self._live_of(sequence)
+        forks, sequence.forks = sequence.forks, []
+        for fork in forks:
+            self._runner.copy(self._scheduler.fork(sequence, fork))
+        for text, choice in zip((sequence, *forks), choices, strict=True):
+            if isinstance(choice, DeadEnd):
+                self._give_up(live, choice)
+                return
+            self._accept(live, text, choice)
 
     def _emit_progress(self, sequence: Sequence) -> None:
         """What is computed of the prompt; what a preemption made us repeat was told before."""
         assert sequence.started is not None, "it has begun"
         furthest = max(sequence.num_computed, sequence.num_computed_before)
-        self._emit(sequence, Prefilled(computed_tokens=furthest - sequence.started.cached.total))
+        told = Prefilled(computed_tokens=furthest - sequence.started.cached.total)
+        self._live_of(sequence).sink(told)
 
     def _count_computed(self, sequence: Sequence, start: int, stop: int) -> None:
         """Splits a computed range into what a preemption repeated and new prompt tokens."""
@@ -300,35 +355,37 @@ class Engine:
         self._counters.tokens_recomputed += max(0, min(stop, first_new) - start)
         self._counters.prompt_tokens_computed += max(0, min(stop, sequence.num_prompt) - first_new)
 
-    def _accept(self, sequence: Sequence, choice: Choice) -> None:
+    def _accept(self, live: _Live, sequence: Sequence, choice: Choice) -> None:
         """Appends a chosen token and tells the client, in one event, or two where it is the last."""
         text = sequence.append(choice.token)
         self._counters.output_tokens += 1
         logprobs = None if choice.logprob is None else [self._logprobs(choice, choice.logprob)]
-        self._emit(sequence, Token(token_ids=[choice.token], text=text, logprobs=logprobs))
+        live.sink(Token(token_ids=[choice.token], text=text, logprobs=logprobs, choice=sequence.choice))
         reason = sequence.finish_reason
         if reason is None:
             return
         held_text = sequence.detokenizer.flush()
-        live = self._live[sequence.request.request_id]
-        self._close(live, self._scheduler.finish)
-        self._counters.requests_finished += 1
+        self._scheduler.finish(sequence)
+        del live.sequences[sequence]
+        if not live.sequences:
+            self._close(live)
+            self._counters.requests_finished += 1
         live.sink(
             Finished(
                 reason=reason,
                 text=held_text,
                 output_tokens=sequence.num_output,
                 matched=sequence.matched,
+                choice=sequence.choice,
             )
         )
 
-    def _give_up(self, sequence: Sequence, end: DeadEnd) -> None:
-        """Ends a text that its structure does not let go on."""
-        request = sequence.request
-        assert request.sampling.structure is not None
-        self._structures.forget(request.scope, request.sampling.structure)
-        live = self._live[request.request_id]
-        self._close(live, self._scheduler.finish)
+    def _give_up(self, live: _Live, end: DeadEnd) -> None:
+        """Ends a request when its structure does not let one of its texts go on."""
+        structure = live.request.sampling.structure
+        assert structure is not None
+        self._structures.forget(live.request.scope, structure)
+        self._close(live)
         self._fail(live, "structure_dead_end", f"structure: {end.message}")
 
     def _logprobs(self, choice: Choice, logprob: float) -> TokenLogprobs:
@@ -339,20 +396,21 @@ class Engine:
     def _chance(self, token: int, logprob: float) -> TokenChance:
         return TokenChance(token_id=token, text_bytes=self._vocabulary.bytes_of(token), logprob=logprob)
 
-    def _emit(self, sequence: Sequence, event: Event) -> None:
-        self._live[sequence.request.request_id].sink(event)
+    def _live_of(self, sequence: Sequence) -> _Live:
+        return self._live[sequence.request.request_id]
 
     def _fail(self, live: _Live, code: FailureCode, message: str) -> None:
         self._counters.requests_failed += 1
         live.sink(Failed(code=code, message=message))
 
-    def _close(self, live: _Live, give_back: Callable[[Sequence], None]) -> None:
+    def _close(self, live: _Live) -> None:
         """Takes a request off every list; its blocks are back before its client hears of the end."""
-        request_id = live.sequence.request.request_id
-        del self._live[request_id]
-        give_back(live.sequence)
+        del self._live[live.request.request_id]
+        for sequence in live.sequences:
+            self._scheduler.finish(sequence)
         with self._inbox.changed:
-            self._inbox.open_ids.remove(request_id)
+            self._inbox.open_ids.remove(live.request.request_id)
+            self._inbox.num_open -= live.request.n
             self._inbox.changed.notify_all()
 
     def _abandon(self) -> None:
@@ -363,6 +421,7 @@ class Engine:
             left = [*self._live.values(), *self._inbox.added]
             self._inbox.added.clear()
             self._inbox.open_ids.clear()
+            self._inbox.num_open = 0
         self._live.clear()
         for live in left:
             live.sink(Failed(code="engine_failed", message="the engine stopped"))

@@ -7,7 +7,10 @@ an authenticated key. This is the only worker module that a gateway imports.
 One generation is one HTTP exchange. `POST /v1/generate` with a
 `GenerateRequest` as JSON answers 200 with newline-delimited JSON events:
 
-    Started  Prefilled*  Token*  (Finished | Failed)
+    Started  Prefilled*  (Token | Finished)*  Failed?
+
+Each of the `n` texts asked for ends with a `Finished` of its own, and the
+stream with the last of them, or with the one `Failed` that ends them all.
 
 `Started` carries the input counts before the first token, so usage is known
 at every instant as a fold of the events seen so far. A refusal that happens
@@ -35,6 +38,9 @@ StopString = Annotated[str, msgspec.Meta(max_length=256)]
 
 MAX_STRUCTURE_CHARACTERS = 65_536
 """Longest schema, pattern or grammar. What it may cost to compile is limited apart from that."""
+
+MAX_CHOICES = 128
+"""Most texts that one request may ask for; OpenAI's limit."""
 
 CacheMode = Literal["automatic", "bypass"]
 FinishReason = Literal["stop", "length"]
@@ -107,13 +113,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt to continue, as token ids. `cache` "bypass" neither reads nor writes shared blocks."""
+    """One prompt to continue, as token ids. `cache` "bypass" neither reads nor writes shared blocks.
+
+    A lower `priority` goes first, as in vLLM: it is admitted before others, computed
+    before them and preempted after them.
+
+    `n` texts are generated from the prompt, which is computed once. A seeded
+    request's choice k is the text of a request of its own whose seed is
+    `sampling.choice_seed(seed, k)`; choice 0 has the request's seed.
+    """
 
     request_id: str
     scope: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})+$")]
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     sampling: SamplingParams
     cache: CacheMode = "automatic"
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    priority: Annotated[int, msgspec.Meta(ge=-8, le=8)] = 0
 
 
 class TierTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +186,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
-    """Tokens generated since the last event, and the text they completed.
+    """Tokens generated since the last event of this choice, and the text they completed.
 
     `text` can be empty while a character or a possible stop string is incomplete.
     `logprobs` has one entry for each of `token_ids` where the request asked for them.
@@ -179,10 +195,11 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_default
     token_ids: list[TokenId]
     text: str
     logprobs: list[TokenLogprobs] | None = None
+    choice: NonNegative = 0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """The normal end. `text` is what was held back until now; `output_tokens` is the total generated.
+    """The normal end of a choice. `text` is what was held back; `output_tokens` is what it generated in all.
 
     `matched` is the stop string or the one of `stop_token_ids` that ended the
     text; None where the model, a complete structure or a limit did.
@@ -192,10 +209,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
     text: str
     output_tokens: NonNegative
     matched: str | TokenId | None = None
+    choice: NonNegative = 0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The abnormal end: the text so far stands, no more comes."""
+    """The abnormal end of all choices: the texts so far stand, no more comes."""
 
     code: FailureCode
     message: str

@@ -16,6 +16,7 @@ from model_worker.models import LoadedModel
 from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
 from model_worker.segments import Segment, Span, segments_of
+from prefix_store.leases import RowCopy
 
 
 class ModelRunner:
@@ -28,16 +29,17 @@ class ModelRunner:
         self._group = model.kv_shape.group
 
     @torch.inference_mode()
-    def copy(self, step: Step) -> None:
-        """Carries out the step's copies, before it is executed."""
-        self._cache.copy_rows(step.copies)
+    def copy(self, copies: Items[RowCopy]) -> None:
+        """Carries out copies, before anything else is written."""
+        self._cache.copy_rows(copies)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> list[Choice | DeadEnd | None]:
-        """Computes the step; per chunk what comes next, or None where the prompt goes on."""
+    def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
+        """Computes the step; per chunk what comes next: nothing where the prompt goes on, else one
+        choice for its sequence and one for each of its forks."""
         logits = self._forward(step.chunks)
         rows = iter(logits)
-        return [self._next_token(chunk, next(rows)) if chunk.samples else None for chunk in step.chunks]
+        return [self._next_tokens(chunk, next(rows)) if chunk.samples else [] for chunk in step.chunks]
 
     def _forward(self, chunks: Items[Chunk]) -> torch.Tensor:
         """Logits `[chunks that sample, vocab]` in float32."""
@@ -107,6 +109,9 @@ class ModelRunner:
             mask=mask,
         )
 
-    def _next_token(self, chunk: Chunk, logits: torch.Tensor) -> Choice | DeadEnd:
-        sequence = chunk.sequence
-        return sequence.sampler.choose(logits, position=sequence.num_output)
+    def _next_tokens(self, chunk: Chunk, logits: torch.Tensor) -> list[Choice | DeadEnd]:
+        first = chunk.sequence
+        return [
+            sequence.sampler.choose(logits, position=sequence.num_output)
+            for sequence in (first, *first.forks)
+        ]

@@ -53,6 +53,13 @@ def uniform_draw(seed: int, position: int) -> float:
     return (digest >> 11) * 2.0**-53
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a request's choice number `choice`: streams of draws that have nothing in common."""
+    if choice == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(b"choice" + choice.to_bytes(8, "little"), seed=seed % 2**64)
+
+
 def sample_token(logits: torch.Tensor, params: SamplingParams, *, seed: int, position: int) -> int:
     """The next token for one row of logits `[vocab]`.
 
@@ -133,9 +140,10 @@ class Sampler:
         prompt: Iterable[int],
         eos_token_ids: frozenset[int],
         structure: StructureState | None = None,
+        choice: int = 0,
     ) -> None:
         self._params = params
-        self._seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._seed = secrets.randbits(63) if params.seed is None else choice_seed(params.seed, choice)
         self._structure = structure
         self._penalties = _Penalties(params, prompt) if _has_penalties(params) else None
         self._ends = frozenset(params.stop_token_ids)

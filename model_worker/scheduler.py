@@ -3,26 +3,36 @@
 Knows sequences, the token budget and the prefix store; it is the only caller
 of the store. Does not know tensors: it returns integers for the runner.
 
-First in, first out. Sequences that decode go first, one token each; what is
-left of the budget goes to prefill in chunks, admitted ones before new ones.
-What one sequence is computing no other computes beside it: a prompt that
-shares its next blocks with one under way follows it, and begins where they part
-(or where the other stopped). When blocks run out, the sequence admitted last
-is preempted: its blocks become cached ones, and it resumes by computing again
-what was evicted meanwhile.
+Sequences that decode go first, one token each, but for a share of the step that
+is kept for prompts; what is left of the budget the prompts share (`shares`),
+admitted ones before new ones (`waiting`). What one
+sequence is computing no other computes beside it: a prompt that shares its
+next blocks with one under way follows it, and begins where they part (or
+where the other stopped, or got nowhere for `MAX_STEPS_WAITED` steps). When
+blocks run out, the least urgent sequence admitted last is preempted: its
+blocks become cached ones, and it resumes by computing again what was evicted
+meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from model_worker.protocol import Started, TierTokens
 from model_worker.sequence import Sequence
+from model_worker.shares import OLDEST_SHARE, split
+from model_worker.waiting import WaitingQueue
 from prefix_store.flights import Following
 from prefix_store.leases import Lease, RowCopy
 from prefix_store.pool import OutOfBlocks
 from prefix_store.store import PrefixStore
+
+MAX_STEPS_WAITED = 8
+"""How long a prompt follows another that gets nowhere."""
+MAX_PREFILLS = 4
+"""Prompts begun although the others fill the step: others need not wait for a long one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +60,17 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[RowCopy] = field(default_factory=list)
     begun: list[Sequence] = field(default_factory=list)
+    prefills: list[Sequence] = field(default_factory=list)
     budget: int
 
-    def add(self, sequence: Sequence) -> None:
-        num_tokens = min(sequence.num_pending, self.budget)
+    @property
+    def may_begin(self) -> bool:
+        """Whether one more prompt would have something of this step."""
+        if len(self.prefills) < MAX_PREFILLS:
+            return self.budget > 0
+        return sum(sequence.num_pending for sequence in self.prefills) < self.budget
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.chunks.append(Chunk(sequence=sequence, start=sequence.num_computed, num_tokens=num_tokens))
         self.budget -= num_tokens
 
@@ -65,8 +82,9 @@ class Scheduler:
         self._store = store
         self._step_tokens = step_tokens
         self._max_running = max_running
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(quantum_tokens=step_tokens, cached_tokens=self._look)
         self.running: list[Sequence] = []
+        self._next_to_decode = 0
         self.preemptions = 0
 
     @property
@@ -74,21 +92,24 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def schedule(self) -> Step:
         """Chooses the next step. Holds blocks for every chunk in it."""
         step = Step(budget=self._step_tokens)
         self._grow_running()
-        under_way = [sequence for sequence in self.running if sequence.has_begun]
-        for sequence in sorted(under_way, key=lambda one: one.is_prefilling):
-            if step.budget:
-                step.add(sequence)
+        decoding = self._decoding_in_turn()
+        self._decode(step, decoding, self._step_tokens - self._kept_for_prompts())
+        step.prefills = [one for one in self.running if one.has_begun and one.num_pending > 1]
         followers = [sequence for sequence in self.running if not sequence.has_begun]
         for sequence in followers:
             self._catch_up(sequence, step)
         if all(self._advance(sequence, step) for sequence in followers):
             self._admit_waiting(step)
+        self._lend_urgency(step)
+        for sequence, num_tokens in split(step.budget, step.prefills).items():
+            step.add(sequence, num_tokens)
+        self._decode(step, decoding, step.budget)
         return step
 
     def commit(self, step: Step) -> None:
@@ -102,13 +123,35 @@ class Scheduler:
                 if not sequence.is_prefilling:
                     self._store.leave_flight(sequence.lease)
 
+    def fork(self, first: Sequence, fork: Sequence) -> Items[RowCopy]:
+        """A text begins where `first` is: with its prompt computed. Returns copies to carry out at once.
+
+        Where it does not fit, it waits, and resumes like one that was preempted.
+        """
+        assert first.lease is not None
+        assert first.num_output == 0
+        fork.started, fork.arrival = first.started, first.arrival
+        fork.num_computed_before = first.num_computed
+        if len(self.running) < self._max_running:
+            try:
+                fork.lease = self._store.fork(first.lease, first.num_computed)
+            except OutOfBlocks:
+                pass
+            else:
+                fork.has_begun = True
+                fork.num_computed = first.num_computed
+                self.running.append(fork)
+                return fork.lease.copies
+        self.waiting.put_back(fork)
+        return ()
+
     def finish(self, sequence: Sequence) -> None:
         """Gives back every block of a sequence that ended, in whatever state it is."""
-        if sequence.lease is None:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.lease is not None:
             self.running.remove(sequence)
             self._release(sequence)
+        elif sequence in self.waiting:  # a fork that has not begun is nowhere
+            self.waiting.remove(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
         """Gives back the blocks of a running sequence whose step failed; nothing new of it may be found."""
@@ -125,20 +168,49 @@ class Scheduler:
         if not self.running:
             assert self._store.counts.held == 0, self._store.counts
 
+    def _look(self, sequence: Sequence) -> int:
+        """How much of a waiting prompt is cached."""
+        if not sequence.shares_cache:
+            return 0
+        return self._store.match(sequence.request.scope, sequence.tokens).num_tokens
+
+    def _by_rank(self) -> list[Sequence]:
+        """Running sequences, the first to be served first: by priority, then by admission."""
+        return sorted(self.running, key=lambda one: one.request.priority)
+
     def _grow_running(self) -> None:
-        """Makes room for every running sequence's next token, oldest first, preempting the youngest."""
-        for sequence in [one for one in self.running if one.has_begun]:
-            while sequence.lease is not None:
+        """Makes room for every running sequence's next token, preempting from the other end."""
+        for sequence in self._by_rank():
+            while sequence.has_begun and sequence.lease is not None:
                 try:
                     self._store.extend(sequence.lease, len(sequence.tokens))
                     break
                 except OutOfBlocks:
-                    self._preempt(self.running[-1])
+                    self._preempt(self._by_rank()[-1])
+
+    def _decoding_in_turn(self) -> deque[Sequence]:
+        decoding = deque(one for one in self.running if one.has_begun and one.num_pending == 1)
+        decoding.rotate(-self._next_to_decode)
+        return decoding
+
+    def _kept_for_prompts(self) -> int:
+        """Of a step that decoding alone would fill, so that prompts move on beside it."""
+        begins = self.waiting and len(self.running) < self._max_running
+        is_wanted = begins or any(not one.has_begun or one.num_pending > 1 for one in self.running)
+        return max(1, self._step_tokens // OLDEST_SHARE) if is_wanted else 0
+
+    def _decode(self, step: Step, decoding: deque[Sequence], num_tokens: int) -> None:
+        """One token each; who finds no place in this step is first in the next."""
+        for _ in range(min(num_tokens, len(decoding))):
+            step.add(decoding.popleft(), 1)
+            self._next_to_decode += 1
+        if not decoding:
+            self._next_to_decode = 0
 
     def _admit_waiting(self, step: Step) -> None:
-        """Takes from the head of the queue while there is budget, and room for what begins."""
-        while step.budget and self.waiting and len(self.running) < self._max_running:
-            sequence = self.waiting.popleft()
+        """Takes who is due while the step has something for it, and room for what begins."""
+        while self.waiting and step.may_begin and len(self.running) < self._max_running:
+            sequence = self.waiting.take()
             sequence.lease = self._store.acquire(
                 sequence.request.scope,
                 sequence.tokens,
@@ -161,34 +233,64 @@ class Scheduler:
         """Begins a sequence, unless another computes its next blocks. False when there is no room to."""
         lease = sequence.lease
         assert lease is not None
-        if sequence.shares_cache and isinstance(self._store.join_flight(lease, sequence.tokens), Following):
+        if sequence.shares_cache and self._follows(sequence, lease):
             return True
-        if not step.budget:
+        if not step.may_begin:
             return True
         try:
             self._store.extend(lease, len(sequence.tokens))
         except OutOfBlocks:
-            self._preempt(sequence)
+            self.running.remove(sequence)
+            self._release(sequence)
+            self.waiting.reserve(sequence)
             return False
         self._begin(sequence, lease, step)
         return True
+
+    def _follows(self, sequence: Sequence, lease: Lease) -> bool:
+        """Whether a sequence has somebody to wait for, who has come further within its patience."""
+        role = self._store.join_flight(lease, sequence.tokens)
+        if not isinstance(role, Following):
+            sequence.waits_for = None
+            return False
+        seen = (role.leader, self._led(role.leader).num_computed)
+        if sequence.waits_for != seen:
+            sequence.waits_for, sequence.steps_waited = seen, 0
+        sequence.steps_waited += 1
+        if sequence.steps_waited <= MAX_STEPS_WAITED:
+            return True
+        self._store.take_over_flight(lease)
+        sequence.waits_for = None
+        return False
+
+    def _led(self, leader: Lease) -> Sequence:
+        return next(sequence for sequence in self.running if sequence.lease is leader)
+
+    def _lend_urgency(self, step: Step) -> None:
+        """Who others wait for is as urgent as they are."""
+        by_lease = {sequence.lease: sequence for sequence in step.prefills}
+        for sequence in step.prefills:
+            sequence.urgency = sequence.request.priority
+        for sequence in self.running:
+            if sequence.waits_for is not None and (leader := by_lease.get(sequence.waits_for[0])):
+                leader.urgency = min(leader.urgency, sequence.request.priority)
 
     def _begin(self, sequence: Sequence, lease: Lease, step: Step) -> None:
         sequence.has_begun = True
         sequence.num_computed = cached = lease.cached_tokens
         if sequence.started is None:
-            sequence.started = Started(
-                cached=TierTokens(device=cached), uncached=sequence.num_prompt - cached
-            )
+            uncached = sequence.num_prompt - cached
+            sequence.started = Started(cached=TierTokens(device=cached), uncached=uncached)
             step.begun.append(sequence)
-        step.add(sequence)
+            self.waiting.charge(sequence.request.scope, uncached)
+        step.prefills.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.num_computed_before = max(sequence.num_computed_before, sequence.num_computed)
         self.preemptions += sequence.has_begun
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
@@ -197,5 +299,6 @@ class Scheduler:
         else:
             self._store.discard(sequence.lease)
         sequence.lease = None
+        sequence.waits_for = None
         sequence.has_begun = False
         sequence.num_computed = 0

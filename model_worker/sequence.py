@@ -1,16 +1,20 @@
-"""One request being generated: its tokens, its blocks, and how far it is.
+"""One text being generated: its tokens, its blocks, and how far it is.
 
 States: waiting -> following -> begun -> finished. A follower holds what is
 cached of its prompt while another sequence computes its next blocks; most
 sequences begin at once. A preempted sequence goes back to waiting and keeps its
-tokens. Only the scheduler moves a sequence between states and touches its
+tokens.
+
+Of a request for several texts the first computes the prompt and the others are
+its `forks`: they begin when its first token is chosen, with their own choice
+from the same logits. Only the scheduler moves a sequence between states and touches its
 lease; only the engine appends tokens.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model_worker.detokenizer import Detokenizer
 from model_worker.protocol import FinishReason, GenerateRequest, Started
@@ -24,7 +28,10 @@ class Sequence:
 
     `num_computed` counts tokens whose KV is in the pool. `started` is frozen at
     first beginning: preemption and resumption never turn into customer hits.
-    `num_computed_before` is how far it was when it was last preempted.
+    `num_computed_before` is how far it was when it was last preempted. `urgency` is
+    the priority it has from its own request or one that waits for its blocks; less is
+    more urgent. A follower has seen no progress of `waits_for`, (leader, its
+    computed tokens), for `steps_waited` steps.
     """
 
     request: GenerateRequest
@@ -37,15 +44,24 @@ class Sequence:
     num_computed: int = 0
     started: Started | None = None
     num_computed_before: int = 0
+    arrival: int = 0
+    urgency: int = 0
+    waits_for: tuple[Lease, int] | None = None
+    steps_waited: int = 0
+    choice: int = 0
+    forks: list[Sequence] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: GenerateRequest, detokenizer: Detokenizer, sampler: Sampler) -> Sequence:
+    def of(
+        cls, request: GenerateRequest, detokenizer: Detokenizer, sampler: Sampler, *, choice: int = 0
+    ) -> Sequence:
         return cls(
             request=request,
             detokenizer=detokenizer,
             sampler=sampler,
             tokens=array("I", request.token_ids),
             num_prompt=len(request.token_ids),
+            choice=choice,
         )
 
     @property

@@ -72,7 +72,7 @@ def create_app(
             return _json(Refusal(code="invalid_request", message=str(error)), 400)
         except RequestRefused as error:
             return _json(error.refusal, _STATUS[error.refusal.code])
-        return EventStream(events, on_hang_up=lambda: engine.cancel(wanted.request_id))
+        return EventStream(events, n=wanted.n, on_hang_up=lambda: engine.cancel(wanted.request_id))
 
     async def show_card(request: Request) -> Response:
         return _json(card)
@@ -107,12 +107,13 @@ def create_app(
 
 
 class EventStream(Response):
-    """Sends events as lines until the last one or until the client is gone."""
+    """Sends events as lines until all `n` choices have ended or the client is gone."""
 
     media_type = EVENT_STREAM_TYPE
 
-    def __init__(self, events: asyncio.Queue[Event], *, on_hang_up: Callable[[], None]) -> None:
+    def __init__(self, events: asyncio.Queue[Event], *, n: int, on_hang_up: Callable[[], None]) -> None:
         super().__init__(status_code=200)
+        self._num_open = n
         # No length is known: the server sends chunks.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
@@ -138,7 +139,8 @@ class EventStream(Response):
             while not self._events.empty():
                 batch.append(self._events.get_nowait())
             body = b"".join(map(encode_event, batch))
-            last = isinstance(batch[-1], Finished | Failed)
+            self._num_open -= sum(isinstance(event, Finished) for event in batch)
+            last = self._num_open == 0 or isinstance(batch[-1], Failed)
             await send({"type": "http.response.body", "body": body, "more_body": not last})
             if last:
                 return
@@ -154,7 +156,7 @@ async def _cancel_on_hang_up(receive: Receive, scope: anyio.CancelScope) -> None
 async def _submit(engine: Engine, request: GenerateRequest) -> asyncio.Queue[Event]:
     """Hands a request to the engine; its events arrive on the running loop's queue."""
     loop = asyncio.get_running_loop()
-    # Bounded by the request itself: one event per token and a few more.
+    # Bounded by the request itself: one event per token of each choice and a few more.
     events: asyncio.Queue[Event] = asyncio.Queue()
 
     def deliver(event: Event) -> None:

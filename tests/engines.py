@@ -41,6 +41,7 @@ class Generation:
     """One request's events, as they come."""
 
     request_id: str
+    n: int = 1
     events: list[Event] = field(default_factory=list)
     inbox: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
 
@@ -50,9 +51,15 @@ class Generation:
         return event
 
     def wait(self) -> Generation:
-        while not isinstance(self.next_event(), Finished | Failed):
-            pass
+        while not self.has_ended:
+            self.next_event()
         return self
+
+    @property
+    def has_ended(self) -> bool:
+        """Every choice is finished, or one failure has ended them all."""
+        num_finished = sum(isinstance(event, Finished) for event in self.events)
+        return num_finished == self.n or any(isinstance(event, Failed) for event in self.events)
 
     def wait_for(self, kind: type[Event]) -> Event:
         while not isinstance(event := self.next_event(), kind):
@@ -70,6 +77,15 @@ class Generation:
     @property
     def text(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, Token | Finished))
+
+    @property
+    def choices(self) -> list[list[int]]:
+        """The tokens of each choice."""
+        texts: list[list[int]] = [[] for _ in range(self.n)]
+        for event in self.events:
+            if isinstance(event, Token):
+                texts[event.choice] += event.token_ids
+        return texts
 
     @property
     def end(self) -> Finished | Failed:
@@ -97,9 +113,11 @@ class EngineDriver:
         max_tokens: int = 8,
         scope: str = SCOPE,
         cache: CacheMode = "automatic",
+        n: int = 1,
+        priority: int = 0,
         **sampling: object,
     ) -> Generation:
-        generation = Generation(f"request-{next(self._ids)}")
+        generation = Generation(f"request-{next(self._ids)}", n)
         settings = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
         self.engine.submit(
             GenerateRequest(
@@ -108,6 +126,8 @@ class EngineDriver:
                 token_ids=prompt,
                 sampling=settings,
                 cache=cache,
+                n=n,
+                priority=priority,
             ),
             generation.inbox.put,
         )
