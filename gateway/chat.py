@@ -179,7 +179,9 @@ class ChatCompletions:
         _check_limit(request, window)
         token_ids = await self._render(request, route, window)
         max_tokens = _output_room(request, prompt_tokens=len(token_ids), window=window)
-        tally = call.tally = Tally(prompt_tokens=len(token_ids), clock=time.monotonic_ns)
+        tally = call.tally = Tally(
+            prompt_tokens=len(token_ids), num_choices=request.num_choices, clock=time.monotonic_ns
+        )
         account = Account(
             self.meter,
             Admission(
@@ -199,6 +201,7 @@ class ChatCompletions:
             token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens),
             cache=call.cache_mode,
+            n=request.num_choices,
         )
         async with account.admitted():
             await self._generate(call, route, generate, account)

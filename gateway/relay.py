@@ -22,16 +22,19 @@ class ProtocolBroken(Exception):
 
 
 class Tally:
-    """What one generation used: a fold of its events. States: waiting → started → finished | failed."""
+    """What one generation used: a fold of its events. States: waiting → started → finished | failed.
 
-    def __init__(self, *, prompt_tokens: int, clock: Callable[[], int]) -> None:
+    It is finished when each of its choices is; the prompt counts once, output over all choices.
+    """
+
+    def __init__(self, *, prompt_tokens: int, clock: Callable[[], int], num_choices: int = 1) -> None:
         """`clock` gives nanoseconds; the tally remembers when the first token came."""
         self._prompt_tokens = prompt_tokens
         self._clock = clock
         self._computed = 0
-        self._output = 0
+        self._outputs = [0] * num_choices
+        self._reasons: list[FinishReason | None] = [None] * num_choices
         self.started: Started | None = None
-        self.finish_reason: FinishReason | None = None
         self.failure: Failed | None = None
         self.first_token_at: int | None = None
         self.delivered = 0
@@ -47,8 +50,9 @@ class Tally:
             case Prefilled():
                 self._prefill(event, self.started)
             case Token():
+                self._require_open(event.choice)
                 self._first_token(self.started)
-                self._output += len(event.token_ids)
+                self._outputs[event.choice] += len(event.token_ids)
             case Finished():
                 self._finish(event, self.started)
             case Failed():
@@ -64,11 +68,32 @@ class Tally:
         as generated.
         """
         read = 0 if self.started is None else self.started.cached.total
-        return UsageCounts(uncached=self._computed, read=read, written=0, output=self._output)
+        return UsageCounts(uncached=self._computed, read=read, written=0, output=sum(self._outputs))
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._reasons)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why each choice ended. None is missing once the generation is finished."""
+        return [reason for reason in self._reasons if reason is not None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice came to its normal end."""
+        return None not in self._reasons
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why a finished generation ended: "length" where that cut any of its choices."""
+        if not self.is_finished:
+            return None
+        return "length" if "length" in self._reasons else "stop"
 
     def mark_delivered(self) -> None:
         """All output seen so far has been sent to the client."""
-        self.delivered = self._output
+        self.delivered = sum(self._outputs)
 
     def _start(self, event: Started) -> None:
         if self.started is not None:
@@ -90,11 +115,17 @@ class Tally:
             self._computed = started.uncached
 
     def _finish(self, event: Finished, started: Started) -> None:
-        if event.output_tokens < self._output:
-            raise ProtocolBroken(f"Finished counts {event.output_tokens} tokens, but {self._output} came")
+        self._require_open(event.choice)
+        came = self._outputs[event.choice]
+        if event.output_tokens < came:
+            raise ProtocolBroken(f"Finished counts {event.output_tokens} tokens, but {came} came")
         self._computed = started.uncached
-        self._output = event.output_tokens
-        self.finish_reason = event.reason
+        self._outputs[event.choice] = event.output_tokens
+        self._reasons[event.choice] = event.reason
+
+    def _require_open(self, choice: int) -> None:
+        if choice >= self.num_choices or self._reasons[choice] is not None:
+            raise ProtocolBroken(f"choice {choice} was not asked for, or has ended")
 
 
 def cache_status(started: Started, mode: CacheMode) -> CacheStatus:
@@ -132,7 +163,7 @@ Relay = Callable[[Events, Tally, AnswerHead, Sink, Observe], Awaitable[None]]
 async def relay_stream(
     events: Events, tally: Tally, head: AnswerHead, sink: Sink, observe: Observe, *, include_usage: bool
 ) -> None:
-    """Sends each event's text as it comes. The last chunks, `[DONE]` included, follow `Finished` alone.
+    """Sends each event's text as it comes. `[DONE]` follows the last choice's `Finished` alone.
 
     Raises `ApiError` when the worker gave up and `ProtocolBroken` when it made no sense.
     """
@@ -143,14 +174,19 @@ async def relay_stream(
             case Started():
                 observe()
                 await sink.begin_stream(event)
-                await sink.send(encoder.role())
-            case Token(text=text):
+                await sink.send(b"".join(map(encoder.role, range(tally.num_choices))))
+            case Token(text=text, choice=choice):
                 observe()
                 if text:
-                    await sink.send(encoder.text(text))
+                    await sink.send(encoder.text(choice, text))
+                tally.mark_delivered()
+            case Finished() if tally.is_finished:
+                usage = encoder.usage(tally.counts) if include_usage else b""
+                await sink.end_stream(_end_of_choice(encoder, event) + usage + openai.DONE_EVENT)
                 tally.mark_delivered()
             case Finished():
-                await sink.end_stream(_last_chunks(encoder, event, tally, include_usage=include_usage))
+                observe()
+                await sink.send(_end_of_choice(encoder, event))
                 tally.mark_delivered()
             case Failed():
                 raise failure_of(event)
@@ -158,28 +194,27 @@ async def relay_stream(
                 observe()
 
 
-def _last_chunks(
-    encoder: openai.ChunkEncoder, event: Finished, tally: Tally, *, include_usage: bool
-) -> bytes:
-    text = encoder.text(event.text) if event.text else b""
-    usage = encoder.usage(tally.counts) if include_usage else b""
-    return text + encoder.finish(event.reason) + usage + openai.DONE_EVENT
+def _end_of_choice(encoder: openai.ChunkEncoder, event: Finished) -> bytes:
+    text = encoder.text(event.choice, event.text) if event.text else b""
+    return text + encoder.finish(event.choice, event.reason)
 
 
 async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink, observe: Observe) -> None:
-    """Collects the text and sends one body. Raises as `relay_stream` does."""
-    texts: list[str] = []
+    """Collects the texts and sends one body. Raises as `relay_stream` does."""
+    texts: list[list[str]] = [[] for _ in range(tally.num_choices)]
     async for event in events:
         tally.add(event)
         match event:
-            case Token(text=text):
+            case Token(text=text, choice=choice):
                 observe()
-                texts.append(text)
-            case Finished(reason=reason, text=text):
-                texts.append(text)
-                body = openai.encode_completion(
-                    head, text="".join(texts), finish_reason=reason, counts=tally.counts
-                )
+                texts[choice].append(text)
+            case Finished(text=text, choice=choice):
+                texts[choice].append(text)
+                if not tally.is_finished:
+                    observe()
+                    continue
+                choices = zip(map("".join, texts), tally.finish_reasons, strict=True)
+                body = openai.encode_completion(head, choices=choices, counts=tally.counts)
                 assert tally.started is not None, "the tally takes no Finished before Started"
                 await sink.whole(tally.started, body)
                 tally.mark_delivered()

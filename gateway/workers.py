@@ -78,13 +78,20 @@ class PhaseTimeouts:
 
 
 class EventStream:
-    """The events of one generation, in order. Ends after `Finished` or `Failed`, and never without one.
+    """The events of one generation, in order. Ends when each of `num_choices` texts has `Finished` or after
+    `Failed`, and never before.
 
     An iterator rather than a generator: whoever abandons it leaves nothing behind to be closed.
     """
 
     def __init__(
-        self, url: str, content: aiohttp.StreamReader, deadline: float, between_events_seconds: float
+        self,
+        url: str,
+        content: aiohttp.StreamReader,
+        *,
+        num_choices: int,
+        deadline: float,
+        between_events_seconds: float,
     ) -> None:
         self._url = url
         self._content = content
@@ -92,20 +99,23 @@ class EventStream:
         self._between_events_seconds = between_events_seconds
         self._lines: deque[bytes] = deque()
         self._partial_line = b""
-        self._ended = False
+        self._num_open = num_choices
 
     def __aiter__(self) -> EventStream:
         return self
 
     async def __anext__(self) -> Event:
         """Raises `WorkerBroke` or `WorkerSilent`."""
-        if self._ended:
+        if not self._num_open:
             await self._read_to_end()
             raise StopAsyncIteration
         while not self._lines:
             await self._receive()
         event = self._decode(self._lines.popleft())
-        self._ended = isinstance(event, Finished | Failed)
+        if isinstance(event, Finished):
+            self._num_open -= 1
+        elif isinstance(event, Failed):
+            self._num_open = 0
         return event
 
     async def _receive(self) -> None:
@@ -184,8 +194,8 @@ class WorkerClient:
         """Events of one generation. Leaving the block closes the connection at once, which cancels the rest.
 
         Raises `WorkerUnavailable` or `WorkerRefused` before the first event, `WorkerBroke` or
-        `WorkerSilent` at any time. The iterator ends after `Finished` or `Failed` and never without
-        one.
+        `WorkerSilent` at any time. The iterator ends with the last choice or after `Failed`, and never
+        before.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.first_event_seconds
@@ -193,7 +203,13 @@ class WorkerClient:
         try:
             if response.status != HTTPStatus.OK:
                 raise await self._refusal(response)
-            yield EventStream(self.url, response.content, deadline, self._timeouts.between_events_seconds)
+            yield EventStream(
+                self.url,
+                response.content,
+                num_choices=request.n,
+                deadline=deadline,
+                between_events_seconds=self._timeouts.between_events_seconds,
+            )
         finally:
             # Synchronous, and no return to the pool unless the body was read to its end: nothing is
             # awaited on a hang-up.

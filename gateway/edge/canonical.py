@@ -46,7 +46,7 @@ class CanonicalRequest:
 
     No `limit` means up to the end of the context window. `affinity` groups requests that are likely to share
     a prefix; it steers routing and never widens what a request may read. Requests share cached blocks only
-    with those of the same `cache_salt` (within their tenant, always).
+    with those of the same `cache_salt` (within their tenant, always). `num_choices` texts are generated.
     """
 
     model: str
@@ -57,6 +57,7 @@ class CanonicalRequest:
     include_usage: bool
     affinity: str | None
     cache_salt: bytes = b""
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ that cannot be honoured is refused by name, never dropped in silence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 import msgspec
@@ -27,6 +28,7 @@ from gateway.edge.errors import ApiError, InvalidRequest, UnknownParameter, Unsu
 JSON_TYPE: Final = "application/json"
 EVENT_STREAM_TYPE: Final = "text/event-stream; charset=utf-8"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
+MAX_CHOICES: Final = 128
 MAX_MESSAGES: Final = 2048
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 256
@@ -80,7 +82,7 @@ class _ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     metadata: Metadata | None = None
 
-    n: Annotated[int, Meta(ge=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logprobs: bool | None = None
@@ -111,7 +113,6 @@ _CHAT_DECODER: Final = msgspec.json.Decoder(_ChatRequest)
 # Values that ask for what happens anyway; `null` is one everywhere. Any other value is refused by
 # the field's name.
 _INERT_VALUES: Final[dict[str, tuple[object, ...]]] = {
-    "n": (1,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logprobs": (False,),
@@ -166,6 +167,7 @@ def parse_chat(body: bytes) -> CanonicalRequest:
         include_usage=wire.stream_options is not None and wire.stream_options.include_usage is True,
         affinity=wire.prompt_cache_key or wire.user,
         cache_salt=(wire.cache_salt or "").encode(),
+        num_choices=wire.n or 1,
     )
 
 
@@ -199,7 +201,6 @@ def _refuse_invalid(text: str) -> NoReturn:
 def _refuse_unsupported(wire: _ChatRequest) -> None:
     for name, inert in _INERT_VALUES.items():
         value = getattr(wire, name)
-        # `is` first: True equals 1 in Python, and `n: true` has been refused by its type already.
         if value is not None and value not in inert:
             raise UnsupportedParameter(f"'{name}' is not supported with this value.", param=name)
 
@@ -396,24 +397,27 @@ def _usage(counts: UsageCounts) -> _Usage:
 
 
 def encode_completion(
-    head: AnswerHead, *, text: str, finish_reason: FinishReason, counts: UsageCounts
+    head: AnswerHead, *, choices: Iterable[tuple[str, FinishReason]], counts: UsageCounts
 ) -> bytes:
-    """The whole answer of a request without `stream`."""
+    """The whole answer of a request without `stream`: each choice's text and why it ended, in order."""
     return _ENCODER.encode(
         _Completion(
             id=_completion_id(head),
             created=head.created,
             model=head.model,
             system_fingerprint=_system_fingerprint(head),
-            choices=(_Choice(message=_AnswerMessage(content=text), finish_reason=finish_reason),),
+            choices=tuple(
+                _Choice(index=index, message=_AnswerMessage(content=text), finish_reason=reason)
+                for index, (text, reason) in enumerate(choices)
+            ),
             usage=_usage(counts),
         )
     )
 
 
 class ChunkEncoder:
-    """The server-sent events of one streamed answer: role, texts, finish, then usage when it was
-    asked for.
+    """The server-sent events of one streamed answer: for each choice role, texts and finish, then usage
+    when it was asked for.
     """
 
     __slots__ = ("_absent_usage", "_head")
@@ -422,14 +426,14 @@ class ChunkEncoder:
         self._head = head
         self._absent_usage: UnsetType | None = None if include_usage else UNSET
 
-    def role(self) -> bytes:
-        return self._chunk(_ChunkChoice(delta=_Delta(role="assistant", content="")))
+    def role(self, choice: int) -> bytes:
+        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(role="assistant", content="")))
 
-    def text(self, text: str) -> bytes:
-        return self._chunk(_ChunkChoice(delta=_Delta(content=text)))
+    def text(self, choice: int, text: str) -> bytes:
+        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(content=text)))
 
-    def finish(self, reason: FinishReason) -> bytes:
-        return self._chunk(_ChunkChoice(delta=_Delta(), finish_reason=reason))
+    def finish(self, choice: int, reason: FinishReason) -> bytes:
+        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(), finish_reason=reason))
 
     def usage(self, counts: UsageCounts) -> bytes:
         return self._event((), _usage(counts))

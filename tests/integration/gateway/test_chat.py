@@ -1,11 +1,13 @@
 """Chat completions through the official client: texts, counts, headers, isolation."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 import structlog
 
-from model_worker.protocol import SamplingParams
+from model_worker.protocol import Finished, GenerateRequest, SamplingParams, Started, TierTokens, Token
 from tests.integration.gateway.conftest import Stack
-from tests.integration.gateway.scripted_worker import ANSWER, MODEL, WINDOW
+from tests.integration.gateway.scripted_worker import ANSWER, MODEL, WINDOW, Step
 from tests.unit.gateway.tiny_tokenizer import decoded
 
 TEXT = "".join(ANSWER)
@@ -203,3 +205,30 @@ async def test_the_log_line_has_ids_and_counts_and_no_text(stack):
     assert second["client_request_id"] == "job-7"
     assert "hello" not in str(lines).lower()
     assert stack.key not in str(lines)
+
+
+async def two_choices(request: GenerateRequest) -> AsyncIterator[Step]:
+    """The first ends after two tokens, the second after three."""
+    assert request.n == 2
+    yield Started(cached=TierTokens(device=0), uncached=len(request.token_ids))
+    for choice, text in ((0, "a"), (1, "b"), (1, "c")):
+        yield Token(token_ids=[1], text=text, choice=choice)
+    yield Finished(reason="stop", text="!", output_tokens=2)
+    yield Finished(reason="length", text="?", output_tokens=3, choice=1)
+
+
+async def test_several_choices_are_one_answer_and_one_usage_event(stack):
+    stack.worker.script = two_choices
+    whole = (await ask(stack, n=2)).parse()
+    assert [choice.message.content for choice in whole.choices] == ["a!", "bc?"]
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "length"]
+    async with stack.client() as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=CONVERSATION, stream=True, n=2)
+        texts = ["", ""]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["a!", "bc?"]
+    for event in await stack.usage_events():
+        assert (event.kind, event.finish_reason) == ("final", "length")
+        assert event.uncached_tokens + event.read_tokens == whole.usage.prompt_tokens
+        assert event.output_tokens == event.delivered_tokens == whole.usage.completion_tokens == 5

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from model_worker.protocol import GenerateRequest, Prefilled, Started, TierTokens, Token
+from model_worker.protocol import Finished, GenerateRequest, Prefilled, Started, TierTokens, Token
 from tests.integration.gateway.conftest import Stack
 from tests.integration.gateway.scripted_worker import MODEL, Step
 
@@ -14,10 +14,9 @@ PREFILLED = 5
 POSSIBLE = {"queued": (), "started": (), "prefilling": (PREFILLED,), "generating": (PREFILLED,)}
 
 
-def request(stack: Stack, *, stream: bool) -> bytes:
-    body = json.dumps(
-        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
-    ).encode()
+def request(stack: Stack, *, stream: bool, n: int = 1) -> bytes:
+    messages = [{"role": "user", "content": "hi"}]
+    body = json.dumps({"model": MODEL, "messages": messages, "stream": stream, "n": n}).encode()
     lines = (
         "POST /v1/chat/completions HTTP/1.1",
         "host: x",
@@ -127,3 +126,23 @@ async def test_a_client_that_closes_after_its_answer_is_no_hang_up(stack):
     (event,) = await stack.settled(1)
     assert event.kind == "final"
     assert not stack.worker.exchanges[0].cancelled.is_set()
+
+
+async def test_a_hang_up_when_one_choice_has_ended_is_metered_with_what_both_have(stack):
+    async def script(wanted: GenerateRequest) -> AsyncIterator[Step]:
+        yield Started(cached=TierTokens(device=0), uncached=len(wanted.token_ids))
+        yield Token(token_ids=[1, 2], text="Hel")
+        yield Finished(reason="stop", text="", output_tokens=2)
+        yield Token(token_ids=[3, 4, 5], text="lo", choice=1)
+        await asyncio.Event().wait()
+
+    stack.worker.script = script
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(request(stack, stream=True, n=2))
+    exchange = await stack.worker.next_exchange()
+    await asyncio.wait_for(reader.readuntil(b'"content":"lo"'), 5)
+    writer.transport.abort()
+    await asyncio.wait_for(exchange.cancelled.wait(), 1)
+    (event,) = await stack.settled(1)
+    assert (event.kind, event.output_tokens, event.delivered_tokens) == ("aborted", 5, 5)
+    assert event.uncached_tokens == len(exchange.request.token_ids)

@@ -87,7 +87,6 @@ def test_values_that_ask_for_nothing_special_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
         ("response_format", {"type": "json_object"}),
@@ -140,6 +139,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(name, value):
         ({"stop": [1]}, "stop[0]"),
         ({"stop": "x" * 300}, "stop"),
         ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
@@ -284,7 +285,7 @@ def test_a_cache_key_is_an_affinity_and_comes_before_the_user():
 
 
 def test_a_whole_answer_is_what_the_official_types_expect():
-    raw = openai.encode_completion(HEAD, text="héllo", finish_reason="stop", counts=COUNTS)
+    raw = openai.encode_completion(HEAD, choices=[("héllo", "stop")], counts=COUNTS)
     answer = ChatCompletion.model_validate_json(raw, strict=True)
     assert answer.choices[0].message.content == "héllo"
     assert answer.choices[0].finish_reason == "stop"
@@ -299,10 +300,22 @@ def test_a_whole_answer_is_what_the_official_types_expect():
 
 
 def test_a_known_zero_of_cached_tokens_is_sent():
-    raw = openai.encode_completion(
-        HEAD, text="", finish_reason="length", counts=UsageCounts(uncached=5, output=1)
-    )
+    raw = openai.encode_completion(HEAD, choices=[("", "length")], counts=UsageCounts(uncached=5, output=1))
     assert json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_choices_are_numbered_in_order():
+    raw = openai.encode_completion(HEAD, choices=[("a", "stop"), ("b", "length")], counts=COUNTS)
+    answer = ChatCompletion.model_validate_json(raw, strict=True)
+    told = [(choice.index, choice.message.content, choice.finish_reason) for choice in answer.choices]
+    assert told == [(0, "a", "stop"), (1, "b", "length")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, 1), ({"n": None}, 1), ({"n": 1}, 1), ({"n": 128}, 128)]
+)
+def test_as_many_choices_are_asked_for_as_the_client_wants(fields, expected):
+    assert openai.parse_chat(body(**fields)).num_choices == expected
 
 
 def chunks(raw: bytes) -> list[dict[str, object]]:
@@ -312,7 +325,7 @@ def chunks(raw: bytes) -> list[dict[str, object]]:
 def test_usage_is_null_in_every_chunk_but_the_last_when_it_was_asked_for():
     encoder = openai.ChunkEncoder(HEAD, include_usage=True)
     *before, last = chunks(
-        encoder.role() + encoder.text("a") + encoder.finish("stop") + encoder.usage(COUNTS)
+        encoder.role(0) + encoder.text(0, "a") + encoder.finish(0, "stop") + encoder.usage(COUNTS)
     )
     assert [chunk["usage"] for chunk in before] == [None, None, None]
     assert last["choices"] == []
@@ -324,7 +337,8 @@ def test_usage_is_null_in_every_chunk_but_the_last_when_it_was_asked_for():
 def test_usage_is_absent_from_every_chunk_when_it_was_not_asked_for():
     encoder = openai.ChunkEncoder(HEAD, include_usage=False)
     assert all(
-        "usage" not in chunk for chunk in chunks(encoder.role() + encoder.text("a") + encoder.finish("stop"))
+        "usage" not in chunk
+        for chunk in chunks(encoder.role(0) + encoder.text(0, "a") + encoder.finish(0, "stop"))
     )
 
 

@@ -8,18 +8,31 @@ import pytest
 from gateway.edge.canonical import AnswerHead, UsageCounts
 from gateway.edge.errors import ApiError, ServiceUnavailable, UpstreamBroke
 from gateway.relay import ProtocolBroken, Tally, cache_status, relay_stream, relay_whole
-from model_worker.protocol import Event, Failed, Finished, Prefilled, Started, TierTokens, Token
+from model_worker.protocol import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Prefilled,
+    Started,
+    TierTokens,
+    Token,
+)
 
 HEAD = AnswerHead(request_id="0190", created=1, model="tiny", fingerprint="ab" * 16)
 STARTED = Started(cached=TierTokens(device=32), uncached=8)
 
 
-def token(text: str, *ids: int) -> Token:
-    return Token(token_ids=list(ids or (1,)), text=text)
+def token(text: str, *ids: int, choice: int = 0) -> Token:
+    return Token(token_ids=list(ids or (1,)), text=text, choice=choice)
 
 
-def tally_of(*events: Event) -> Tally:
-    tally = Tally(prompt_tokens=40, clock=lambda: 5)
+def finished(text: str, output_tokens: int, *, choice: int = 0, reason: FinishReason = "stop") -> Finished:
+    return Finished(reason=reason, text=text, output_tokens=output_tokens, choice=choice)
+
+
+def tally_of(*events: Event, num_choices: int = 1) -> Tally:
+    tally = Tally(prompt_tokens=40, num_choices=num_choices, clock=lambda: 5)
     for event in events:
         tally.add(event)
     return tally
@@ -92,6 +105,8 @@ def test_the_last_event_says_how_many_tokens_there_were():
         [STARTED, token("a", 1, 2), Finished(reason="stop", text="", output_tokens=1)],
         [STARTED, Finished(reason="stop", text="", output_tokens=0), token("a")],
         [STARTED, Failed(code="engine_failed", message=""), token("a")],
+        [STARTED, token("a", choice=1)],
+        [STARTED, finished("", 0, choice=1)],
     ],
 )
 def test_events_that_contradict_each_other_are_not_believed(events):
@@ -181,3 +196,67 @@ async def test_a_worker_that_gives_up_ends_the_answer_with_an_error(code, refusa
     assert "secret detail" not in caught.value.message
     assert not sink.ended
     assert tally.counts.output == 1
+
+
+TWO_CHOICES = [
+    STARTED,
+    token("a"),
+    token("b", choice=1),
+    token("c", 1, 2, choice=1),
+    finished("!", 2),
+    token("d", choice=1),
+    finished("?", 4, choice=1, reason="length"),
+]
+
+
+@pytest.mark.parametrize(
+    ("seen", "output", "finish_reason"),
+    [(3, 2, None), (4, 4, None), (5, 5, None), (6, 6, None), (7, 6, "length")],
+)
+def test_output_is_counted_over_all_choices_and_the_prompt_once(seen, output, finish_reason):
+    tally = tally_of(*TWO_CHOICES[:seen], num_choices=2)
+    assert tally.counts == UsageCounts(read=32, uncached=8, output=output)
+    assert tally.finish_reason == finish_reason
+    assert tally.has_ended == (finish_reason is not None)
+
+
+@pytest.mark.parametrize("late", [token("x"), finished("", 9), token("x", choice=2)])
+def test_a_choice_that_has_ended_or_was_not_asked_for_says_nothing(late):
+    tally = tally_of(*TWO_CHOICES[:5], num_choices=2)
+    before = tally.counts
+    with pytest.raises(ProtocolBroken):
+        tally.add(late)
+    assert tally.counts == before
+
+
+def test_a_failure_ends_the_choices_that_are_left_and_nothing_is_final():
+    tally = tally_of(*TWO_CHOICES[:5], Failed(code="engine_failed", message=""), num_choices=2)
+    assert tally.has_ended
+    assert tally.finish_reason is None
+    assert tally.counts.output == 5
+
+
+async def test_a_stream_of_several_choices_numbers_them_and_ends_with_the_last():
+    sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
+    await relay_stream(replay(TWO_CHOICES), tally, HEAD, sink, lambda: None, include_usage=True)
+    *chunks, last, done = sink.events
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    texts, ends, roles = ["", ""], {}, []
+    for choice in choices:
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        roles += [choice["index"]] if "role" in choice["delta"] else []
+        if choice["finish_reason"] is not None:
+            ends[choice["index"]] = choice["finish_reason"]
+    assert (texts, ends, roles) == (["a!", "bcd?"], {0: "stop", 1: "length"}, [0, 1])
+    assert json.loads(last)["usage"]["completion_tokens"] == tally.delivered == 6
+    assert done == "[DONE]"
+
+
+async def test_a_whole_answer_has_every_choice_in_order():
+    sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
+    await relay_whole(replay(TWO_CHOICES), tally, HEAD, sink, lambda: None)
+    answer = json.loads(b"".join(sink.sent))
+    told = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in answer["choices"]]
+    assert told == [(0, "a!", "stop"), (1, "bcd?", "length")]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (40, 6)
+    assert tally.delivered == 6
