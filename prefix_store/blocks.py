@@ -43,6 +43,7 @@ TOKEN_BYTES = 4
 SEED_LIMIT = 2**64
 
 _BLOCKS_PER_CUT = 128
+_ADAPTER_MARK = "+"
 
 
 class TokenKind(IntEnum):
@@ -96,6 +97,15 @@ def common_prefix(left: bytes, right: TokenView) -> int:
     return low
 
 
+def with_adapter(scope: str, adapter: str) -> str:
+    """The scope of what an adapter computed of another scope's tokens: no block is in both."""
+    return f"{scope}{_ADAPTER_MARK}{adapter}"
+
+
+def has_adapter(scope: str) -> bool:
+    return _ADAPTER_MARK in scope
+
+
 class BlockNamer:
     """Gives blocks their names. Equal across processes, machines and restarts for equal arguments.
 
@@ -129,12 +139,13 @@ class BlockNamer:
             ("dtype", dtype),
             ("kv_codec", kv_codec),
             ("block_size", str(block_size)),
-            ("adapter", adapter),
         )
 
     def root(self, scope: str) -> BlockName:
-        """The name before the first block of a scope."""
-        return self._hash128(_tagged((*self._fields, ("scope", scope))), self._seed)
+        """The name before the first block of a scope, `with_adapter` or without."""
+        plain, _, adapter = scope.partition(_ADAPTER_MARK)
+        fields = (*self._fields, ("adapter", adapter or self.adapter), ("scope", plain))
+        return self._hash128(_tagged(fields), self._seed)
 
     def enter_scope(self, parent: BlockName, scope: str) -> BlockName:
         """The name a scope's own blocks continue from, after a public prefix that ends at `parent`."""

@@ -101,7 +101,7 @@ class MissExplainer:
 
     def _name_before(self, question: Question) -> BlockName:
         """The name that the name of the first missing block continues from."""
-        match, public_bytes = question.match, self._public.num_bytes(question.data)
+        match, public_bytes = question.match, self._public.num_bytes(question.scope, question.data)
         if match is None:
             return self._namer.root(PUBLIC_SCOPE if public_bytes else question.scope)
         name = match.path[-1].last_name

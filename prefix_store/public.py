@@ -1,14 +1,14 @@
 """Text that the operator declared public: a system prompt that every tenant shares.
 
-Knows prefixes as token bytes. Does not know scopes: the index keeps what
-follows a public prefix apart.
+Knows prefixes as token bytes, and that no adapter has computed them: they are
+the plain model's. The index keeps what follows a public prefix apart by scope.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from prefix_store.blocks import TOKEN_BYTES, TokenView, common_prefix
+from prefix_store.blocks import TOKEN_BYTES, TokenView, common_prefix, has_adapter
 
 
 class PublicPrefixes:
@@ -26,9 +26,9 @@ class PublicPrefixes:
             insort(self._prefixes, prefix)
             self._longest_bytes = max(self._longest_bytes, len(prefix))
 
-    def num_bytes(self, data: TokenView) -> int:
+    def num_bytes(self, scope: str, data: TokenView) -> int:
         """How much of a prompt is public, in whole blocks: one of two neighbours in byte order says."""
-        if not self._prefixes:
+        if not self._prefixes or has_adapter(scope):
             return 0
         front = bytes(data[: self._longest_bytes])
         at = bisect_left(self._prefixes, front)

@@ -122,7 +122,8 @@ class PrefixStore:
         return PrefixMatch(num_tokens=0 if match is None else match.num_tokens)
 
     def _look(self, scope: str, data: TokenView, limit_bytes: int) -> IndexMatch | None:
-        return self._index.match(scope, data, min(limit_bytes, len(data)), self._public.num_bytes(data))
+        public_bytes = self._public.num_bytes(scope, data)
+        return self._index.match(scope, data, min(limit_bytes, len(data)), public_bytes)
 
     def explain(self, scope: str, tokens: TokenIds, *, max_cached_tokens: int) -> Miss | None:
         """Why an `acquire` now would not find more. None when nothing that was or is cached was missed.
@@ -164,7 +165,7 @@ class PrefixStore:
             scope=scope,
             num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
             num_system_tokens=num_system_tokens,
-            num_public_blocks=self._public.num_bytes(data) // self._block_bytes,
+            num_public_blocks=self._public.num_bytes(scope, data) // self._block_bytes,
             node=match.path[-1],
             miss=miss,
         )
@@ -185,7 +186,7 @@ class PrefixStore:
         question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
         miss = self._explainer.explain(question, max_lost_blocks=1)
         if match is None:
-            owner = PUBLIC_SCOPE if self._public.num_bytes(data) else scope
+            owner = PUBLIC_SCOPE if self._public.num_bytes(scope, data) else scope
             return IndexMatch(path=[self._index.open_scope(owner, now)], num_bytes=0), miss
         if match.num_inside and not may_cut:
             self._index.forgo_cut(match)

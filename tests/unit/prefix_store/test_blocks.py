@@ -10,7 +10,7 @@ from array import array
 import pytest
 import xxhash
 
-from prefix_store.blocks import BlockNamer, token_bytes, token_ids
+from prefix_store.blocks import BlockNamer, token_bytes, token_ids, with_adapter
 from tests.unit.prefix_store.support import BLOCK, make_namer, prompt, tokens
 
 SCRIPT = """
@@ -49,6 +49,12 @@ def test_names_are_those_of_the_first_release() -> None:
         "2ff4f4b692ed220dba3dd823518eb328",
         "a739a9ff107a7596faf7e0f54f60df1d",
     ]
+
+
+def test_an_adapters_scope_has_the_names_of_a_namer_for_that_adapter() -> None:
+    names = names_of(make_namer(), with_adapter("aa", "poet"))
+    assert names == names_of(make_namer(adapter="poet"))
+    assert not set(names) & {*names_of(make_namer()), *names_of(make_namer(), with_adapter("aa", "lawyer"))}
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])

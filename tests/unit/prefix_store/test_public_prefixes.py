@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefix_store.blocks import with_adapter
 from tests.unit.prefix_store.support import BLOCK, OTHER_SCOPE, SCOPE, Bench, prompt
 
 PUBLIC = prompt(1, 3 * BLOCK)
@@ -23,6 +24,16 @@ def test_without_the_declaration_it_is_not() -> None:
     bench = Bench()
     bench.serve(PUBLIC + prompt(2, 2 * BLOCK), SCOPE)
     assert bench.serve(PUBLIC + prompt(3, BLOCK), OTHER_SCOPE) == 0
+
+
+def test_a_public_prefix_that_an_adapter_computed_is_its_own() -> None:
+    bench = bench_with_public()
+    adapted = with_adapter(SCOPE, "poet")
+    bench.serve(PUBLIC + prompt(2, BLOCK), adapted)
+    assert bench.cached(PUBLIC, SCOPE) == 0
+    assert bench.cached(PUBLIC, adapted) == 3 * BLOCK
+    bench.serve(PUBLIC + prompt(2, BLOCK), SCOPE)
+    assert bench.cached(PUBLIC, with_adapter(OTHER_SCOPE, "poet")) == 0
 
 
 def test_what_follows_a_public_prefix_is_private() -> None:
