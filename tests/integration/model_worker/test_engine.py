@@ -271,6 +271,23 @@ def test_a_follower_takes_over_when_its_leader_is_cancelled(tiny_model: LoadedMo
     assert stats.blocks_held == 0
 
 
+def test_of_many_followers_exactly_one_goes_on_where_a_cancelled_leader_stopped(
+    tiny_model: LoadedModel,
+) -> None:
+    prompt = prompt_of(40 * 16 + 3)
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=16) as driver:
+        leader, *followers = (driver.submit(prompt) for _ in range(5))
+        leader.wait_for(Prefilled)
+        driver.engine.cancel(leader.request_id)
+        texts = {tuple(follower.wait().tokens) for follower in followers}
+        uncached = sorted(follower.started.uncached for follower in followers)
+        computed = driver.idle_stats().prompt_tokens_computed - 1
+    assert len(texts) == 1
+    assert uncached[:-1] == [3, 3, 3], "of full blocks they find what one of them has computed"
+    rest_of_leader = computed - sum(uncached)
+    assert 0 < rest_of_leader == len(prompt) - uncached[-1], "nothing of the leader's part was computed again"
+
+
 def test_prompts_that_part_share_what_they_have_in_common(tiny_model: LoadedModel) -> None:
     shared = prompt_of(6 * 16)
     prompts = [shared + prompt_of(20, seed) for seed in range(1, 5)]
