@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from prefix_store.blocks import NAME_BYTES, TokenKind
 from prefix_store.node import Node
-from prefix_store.policy import DEFAULT_POLICY
+from prefix_store.policy.hazard import learning_together
 from prefix_store.policy.lru import LruPolicy
 from prefix_store.policy.protocol import EvictionPolicy, RunFacts
 
@@ -38,7 +38,7 @@ class ScopeQuotas:
     `max_share` caps what one scope may keep cached after its requests have ended.
     """
 
-    make_policy: Callable[[], EvictionPolicy] = DEFAULT_POLICY
+    make_policy: Callable[[], EvictionPolicy] = field(default_factory=learning_together)
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     max_share: float = 1.0
 

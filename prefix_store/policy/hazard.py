@@ -21,13 +21,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from prefix_store.blocks import BlockName
-from prefix_store.policy.hazard_curves import EDGES, HORIZON_SECONDS, NUM_BUCKETS, ReuseCurves, bucket_of
+from prefix_store.policy.hazard_curves import (
+    EDGES,
+    HORIZON_SECONDS,
+    NUM_BUCKETS,
+    Ranking,
+    ReuseCurves,
+    bucket_of,
+)
 from prefix_store.policy.protocol import RunFacts, RunKey
 
 GHOSTS_PER_BLOCK = 8
@@ -87,31 +92,27 @@ class _Cells:
     The first non-empty cell is the lowest bit of a number with one bit a cell.
     """
 
-    def __init__(self) -> None:
-        num_cells = len(_CLASSES) * NUM_BUCKETS
-        self.runs: list[OrderedDict[RunKey, _Run]] = [OrderedDict() for _ in range(num_cells)]
-        self._cell_at = list(range(num_cells))
-        self._bit_of = [1 << cell for cell in range(num_cells)]
+    def __init__(self, ranking: Ranking) -> None:
+        self.runs: dict[int, OrderedDict[RunKey, _Run]] = {}
+        self.ranking = ranking
         self._occupied = 0
 
-    def rank(self, cells: list[int]) -> None:
+    def rank(self, ranking: Ranking) -> None:
         """From now on the cells go in this order."""
-        self._cell_at = cells
+        self.ranking = ranking
         self._occupied = 0
-        for position, cell in enumerate(cells):
-            self._bit_of[cell] = 1 << position
-            if self.runs[cell]:
-                self._occupied |= 1 << position
+        for cell in self.runs:
+            self._occupied |= ranking.bit_of[cell]
 
     def add(self, key: RunKey, run: _Run, now: float) -> None:
         cell = run.group * NUM_BUCKETS + bucket_of(max(0.0, now - run.last_used))
-        runs = self.runs[cell]
+        runs = self.runs.setdefault(cell, OrderedDict())
         is_oldest = bool(runs) and run.last_used <= next(iter(runs.values())).last_used
         runs[key] = run
         if is_oldest:
             runs.move_to_end(key, last=False)
         run.cell = cell
-        self._occupied |= self._bit_of[cell]
+        self._occupied |= self.ranking.bit_of[cell]
 
     def discard(self, key: RunKey, run: _Run) -> None:
         if run.cell is None:
@@ -119,25 +120,26 @@ class _Cells:
         runs = self.runs[run.cell]
         del runs[key]
         if not runs:
-            self._occupied &= ~self._bit_of[run.cell]
+            del self.runs[run.cell]
+            self._occupied &= ~self.ranking.bit_of[run.cell]
         run.cell = None
 
     def first(self) -> RunKey | None:
         if not self._occupied:
             return None
         lowest = (self._occupied & -self._occupied).bit_length() - 1
-        return next(iter(self.runs[self._cell_at[lowest]]))
+        return next(iter(self.runs[self.ranking.cell_at[lowest]]))
 
     def check(self, exposed: Mapping[RunKey, _Run]) -> None:
-        assert sum(len(runs) for runs in self.runs) == len(exposed)
+        assert sum(len(runs) for runs in self.runs.values()) == len(exposed)
         assert all(run.cell is not None and key in self.runs[run.cell] for key, run in exposed.items())
-        for position, cell in enumerate(self._cell_at):
-            assert self._bit_of[cell] == 1 << position
-            assert bool(self.runs[cell]) == bool(self._occupied >> position & 1)
+        for position, cell in enumerate(self.ranking.cell_at):
+            assert self.ranking.bit_of[cell] == 1 << position
+            assert (cell in self.runs) == bool(self._occupied >> position & 1)
 
     def age(self, now: float) -> None:
         """Moves runs that have become too old for their bucket, the oldest bucket first."""
-        for cell in range(len(self.runs) - 1, -1, -1):
+        for cell in sorted(self.runs, reverse=True):
             runs, end = self.runs[cell], EDGES[cell % NUM_BUCKETS + 1]
             while runs and end < HORIZON_SECONDS:
                 key, run = next(iter(runs.items()))
@@ -147,6 +149,12 @@ class _Cells:
                 self.add(key, run, now)
 
 
+def learning_together() -> Callable[[], HazardPolicy]:
+    """Makes policies with one set of curves: what takes memory and time to learn is there once."""
+    curves = ReuseCurves(levels=_USES_LEVELS)
+    return lambda: HazardPolicy(curves)
+
+
 class HazardPolicy:
     """Evicts the exposed run with the fewest hits to expect per second of keeping it.
 
@@ -154,13 +162,15 @@ class HazardPolicy:
     and ranks are computed once in two seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, curves: ReuseCurves | None = None) -> None:
+        """`curves` that several policies learn from and rank by; else it has its own."""
         self._runs: dict[RunKey, _Run] = {}
         self._num_blocks = 0
         self._ghosts: OrderedDict[BlockName, _Watched] = OrderedDict()
         self._num_ghost_blocks = 0
-        self._curves = ReuseCurves(levels=_USES_LEVELS)
-        self._cells = _Cells()
+        self._learns_alone = curves is None
+        self._curves = curves or ReuseCurves(levels=_USES_LEVELS)
+        self._cells = _Cells(self._curves.ranking)
         self._now = -math.inf
 
     def insert(self, run: RunKey, facts: RunFacts, now: float) -> None:
@@ -266,15 +276,17 @@ class HazardPolicy:
         assert self._num_ghost_blocks == sum(ghost.num_blocks for ghost in ghosts)
         assert self._num_ghost_blocks <= GHOSTS_PER_BLOCK * self._num_blocks or not self._ghosts
         watched = [one for one in (*runs, *ghosts) if self._curves.is_watched(one.last_used)]
-        assert self._curves.num_watched() == sum(one.num_blocks for one in watched)
+        num_watched = sum(one.num_blocks for one in watched)
+        assert self._curves.num_watched() == num_watched or not self._learns_alone
         self._cells.check({key: run for key, run in self._runs.items() if run.cell is not None})
 
     def _advance(self, now: float) -> None:
         self._now = max(self._now, now)
-        if not self._curves.advance(now):
+        self._curves.advance(now)
+        if self._cells.ranking is self._curves.ranking:
             return
         self._cells.age(now)
-        self._cells.rank(np.argsort(self._curves.values, axis=None, kind="stable").tolist())
+        self._cells.rank(self._curves.ranking)
 
     def _forget_ghosts(self) -> None:
         limit = GHOSTS_PER_BLOCK * self._num_blocks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -51,6 +51,16 @@ NUM_BUCKETS = len(EDGES) - 1
 _NUM_SLOTS = int(HORIZON_SECONDS / SLOT_SECONDS)
 
 
+class Ranking:
+    """Cells, one for each class and bucket, in the order of what a block in them is worth. Never changed."""
+
+    def __init__(self, cells: Iterable[int]) -> None:
+        self.cell_at = list(cells)
+        self.bit_of = [0] * len(self.cell_at)
+        for position, cell in enumerate(self.cell_at):
+            self.bit_of[cell] = 1 << position
+
+
 class ReuseCurves:
     """Uses and time at risk per class and bucket, and what follows from them.
 
@@ -73,17 +83,18 @@ class ReuseCurves:
         self._overlap_of_one = _overlaps(SLOT_SECONDS)
         self.values: Matrix = np.zeros((num_classes, NUM_BUCKETS))
         """Hits to expect per second that a block of this class and age stays, for as long as is best."""
+        self.ranking = Ranking(range(num_classes * NUM_BUCKETS))
 
-    def advance(self, now: float) -> bool:
-        """Brings the curves up to `now`; whether they were drawn anew, at most once a slot."""
+    def advance(self, now: float) -> None:
+        """Brings the curves up to `now`. They are drawn anew once a slot at most, with a new ranking."""
         slot = math.floor(now / SLOT_SECONDS)
         if self._slot is not None and slot <= self._slot:
-            return False
+            return
         if self._slot is not None:
             self._watch(slot - self._slot)
         self._slot = slot
         self.values = _best_rates(self._rates(), self._widths)
-        return True
+        self.ranking = Ranking(np.argsort(self.values, axis=None, kind="stable").tolist())
 
     def watch(self, group: int, last_used: float, num_blocks: int) -> None:
         """So many blocks of a class were last used then. A negative number: they are not watched any more."""

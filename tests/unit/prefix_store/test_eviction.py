@@ -7,9 +7,12 @@ from contextlib import suppress
 
 import pytest
 
+from prefix_store.blocks import BlockName, TokenKind
 from prefix_store.eviction import GENERATED_AGES_FASTER, ScopeQuotas
 from prefix_store.pins import PinBudgetExceeded
+from prefix_store.policy.hazard import HazardPolicy, learning_together
 from prefix_store.policy.lru import LruPolicy
+from prefix_store.policy.protocol import EvictionPolicy, RunFacts
 from prefix_store.store import PrefixStore
 from tests.unit.prefix_store.support import BLOCK, OTHER_SCOPE, SCOPE, Bench, make_namer, prompt
 
@@ -158,6 +161,30 @@ def test_impossible_shares_are_refused(share: float) -> None:
         ScopeQuotas(max_share=share)
     with pytest.raises(ValueError, match="weight"):
         ScopeQuotas(weights={"aa": 0.0})
+
+
+def put(policy: EvictionPolicy, name: str, *, depth: int, now: float) -> None:
+    facts = RunFacts(name=BlockName(name.encode()), num_blocks=1, depth=depth, kind=TokenKind.USER)
+    policy.insert(name, facts, now)
+    policy.expose(name, now)
+
+
+@pytest.mark.parametrize("learns_together", [True, False])
+def test_a_new_scope_profits_from_what_the_others_have_taught(learns_together: bool) -> None:
+    """Deep runs come back, shallow ones never do; before anything is learnt the older one goes first."""
+    make = learning_together() if learns_together else HazardPolicy
+    teacher, pupil = make(), make()
+    for number in range(200):
+        now = 4.0 * number
+        put(teacher, f"shallow {number}", depth=0, now=now)
+        put(teacher, f"deep {number}", depth=100, now=now)
+        if number > 2:
+            teacher.hit(f"deep {number - 2}", now)
+    put(pupil, "deep", depth=100, now=800.0)
+    put(pupil, "shallow", depth=0, now=803.0)
+    assert pupil.victim(806.0) == ("shallow" if learns_together else "deep")
+    teacher.check()
+    pupil.check()
 
 
 def test_the_index_respects_its_cap() -> None:
