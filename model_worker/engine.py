@@ -119,6 +119,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         context_window_tokens: int,
         vocab_size: int,
+        kv_bytes_per_token: int,
         max_open: int,
         check_when_idle: bool = False,
     ) -> None:
@@ -129,6 +130,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._context_window_tokens = context_window_tokens
         self._vocab_size = vocab_size
+        self._kv_bytes_per_token = kv_bytes_per_token
         self._vocabulary = Vocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._structures = StructureCompiler(self._vocabulary)
         self._max_open = max_open
@@ -432,12 +434,17 @@ class Engine:
     def _snapshot(self) -> WorkerStats:
         blocks = self._store.counts
         counters = self._counters
+        running = len(self._scheduler.running)
+        held_bytes = blocks.held * self._store.block_size * self._kv_bytes_per_token
         return WorkerStats(
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,
             blocks_held=blocks.held,
             blocks_total=blocks.total,
-            sequences_running=len(self._scheduler.running),
+            kv_bytes_held=held_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            kv_bytes_per_conversation=held_bytes // running if running else 0,
+            sequences_running=running,
             sequences_waiting=len(self._scheduler.waiting),
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prompt_tokens_cached,

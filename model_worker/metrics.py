@@ -21,6 +21,11 @@ _COUNTERS = {
     "preemptions": "Sequences that gave their blocks to older ones.",
     "steps": "Forward passes.",
 }
+_KV_BYTES = {
+    "held": "Memory of the KV blocks that running sequences hold; what several share counts once.",
+    "per_conversation": "Memory of held KV blocks by running sequence.",
+    "per_token": "Memory of one token's keys and values.",
+}
 _REQUEST_OUTCOMES = ("finished", "cancelled", "failed")
 _BLOCK_STATES = ("free", "cached", "held")
 
@@ -52,6 +57,9 @@ class EngineCollector(Collector):
         for state in _BLOCK_STATES:
             blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
         yield blocks
+        for name, text in _KV_BYTES.items():
+            value = getattr(stats, f"kv_bytes_{name}")
+            yield GaugeMetricFamily(f"headstart_worker_kv_bytes_{name}", text, value)
         sequences = GaugeMetricFamily("headstart_worker_sequences", "Sequences, by state.", labels=["state"])
         sequences.add_metric(["running"], stats.sequences_running)
         sequences.add_metric(["waiting"], stats.sequences_waiting)

@@ -250,12 +250,17 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_tokens_computed` counts each prompt token's first computation; what
     a preemption made the worker compute again is in `tokens_recomputed`.
+    `kv_bytes_per_conversation` is what a running sequence holds on average, 0
+    when none runs; what several share is counted once.
     """
 
     blocks_free: int
     blocks_cached: int
     blocks_held: int
     blocks_total: int
+    kv_bytes_held: int
+    kv_bytes_per_token: int
+    kv_bytes_per_conversation: int
     sequences_running: int
     sequences_waiting: int
     prompt_tokens_computed: int

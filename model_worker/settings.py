@@ -48,6 +48,11 @@ class WorkerSettings(BaseSettings):
         "0", pattern="^[0-9a-f]{1,16}$", description="deployment secret that keys block names"
     )
 
+    max_scope_share: float = Field(
+        1.0, gt=0, le=1, description="most of the KV blocks that one scope may keep cached"
+    )
+    max_index_mib: float = Field(512.0, ge=1, description="memory for the index of cached blocks, in MiB")
+
     # A hang-up is heard between steps: on two busy CPU cores 256 tokens of the default model took 1.3 s.
     step_tokens: int = Field(128, ge=1, description="most tokens computed in one engine step")
     max_running: int = Field(64, ge=1, description="most sequences that generate at once")

@@ -27,6 +27,7 @@ from model_worker.runner import ModelRunner
 from model_worker.scheduler import Scheduler
 from model_worker.settings import WorkerSettings
 from prefix_store.blocks import BlockNamer
+from prefix_store.eviction import ScopeQuotas
 from prefix_store.store import PrefixStore
 
 
@@ -66,7 +67,13 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         kv_codec="none",
         block_size=settings.block_size,
     )
-    store = PrefixStore(num_blocks=num_blocks, block_size=settings.block_size, namer=namer)
+    store = PrefixStore(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        namer=namer,
+        quotas=ScopeQuotas(max_share=settings.max_scope_share),
+        max_index_bytes=int(settings.max_index_mib * 2**20),
+    )
     cache = KVCache(
         num_layers=model.kv_shape.num_layers,
         num_kv_heads=model.kv_shape.num_kv_heads,
@@ -86,6 +93,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
         vocab_size=model.vocab_size,
+        kv_bytes_per_token=model.kv_bytes_per_token,
         max_open=settings.max_open,
         check_when_idle=settings.check_when_idle,
     )

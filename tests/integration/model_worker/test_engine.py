@@ -325,3 +325,31 @@ def test_progress_never_runs_backwards_when_a_prefill_is_preempted(tiny_model: L
     progress = [event.computed_tokens for event in younger.events if isinstance(event, Prefilled)]
     assert progress == sorted(progress)
     assert progress[-1] < younger.started.uncached
+
+
+def test_a_conversation_takes_less_memory_where_it_shares(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model) as driver:
+        assert driver.engine.stats.kv_bytes_per_conversation == 0
+        generation = driver.submit(prompt_of(160), n=4, max_tokens=300, temperature=1.0, ignore_eos=True)
+        while min(map(len, generation.choices)) < 3:
+            generation.next_event()
+        stats = driver.engine.stats
+        driver.engine.cancel(generation.request_id)
+    block_bytes = 16 * tiny_model.kv_bytes_per_token
+    assert stats.kv_bytes_per_token == tiny_model.kv_bytes_per_token
+    assert stats.sequences_running == 4
+    assert stats.kv_bytes_held == stats.blocks_held * block_bytes
+    assert stats.kv_bytes_per_conversation == stats.kv_bytes_held // 4
+    assert 10 / 4 * block_bytes < stats.kv_bytes_per_conversation < 10 * block_bytes
+
+
+@pytest.mark.parametrize(("max_scope_share", "kept"), [(1.0, 10 * 16), (0.125, 8 * 16)])
+def test_no_tenant_flushes_another_or_keeps_more_than_its_share(
+    tiny_model: LoadedModel, max_scope_share: float, kept: int
+) -> None:
+    with running_engine(tiny_model, max_scope_share=max_scope_share) as driver:
+        driver.generate(prompt_of(10 * 16), max_tokens=1, scope="aa")
+        for seed in range(1, 20):
+            driver.generate(prompt_of(10 * 16, seed), max_tokens=1, scope="bb")
+        again = driver.generate([*prompt_of(10 * 16), 1], max_tokens=1, scope="aa")
+    assert again.started.cached.total == kept

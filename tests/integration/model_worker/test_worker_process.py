@@ -167,6 +167,7 @@ def test_metrics_are_prometheus_text(worker: RunningWorker) -> None:
     text = worker.client.get("/metrics").text
     assert 'headstart_worker_blocks{state="held"} 0.0' in text
     assert "headstart_worker_prompt_tokens_computed_total" in text
+    assert "headstart_worker_kv_bytes_per_conversation 0.0" in text
 
 
 def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
