@@ -102,6 +102,11 @@ def with_adapter(scope: str, adapter: str) -> str:
     return f"{scope}{_ADAPTER_MARK}{adapter}"
 
 
+def without_adapter(scope: str) -> str:
+    """Whose a scope is, whatever the adapter."""
+    return scope.partition(_ADAPTER_MARK)[0]
+
+
 def has_adapter(scope: str) -> bool:
     return _ADAPTER_MARK in scope
 

@@ -5,7 +5,8 @@ how a policy ranks runs.
 
 Two rules stand above any policy. Tokens that were generated and that no prompt
 has brought back go before prompts. And with quotas a scope that takes more
-than its fair share evicts its own runs, so that none can flush the others.
+than its fair share evicts its own runs, so that none can flush the others: all
+that a tenant has, with whatever adapter, counts as one scope here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
-from prefix_store.blocks import NAME_BYTES, TokenKind
+from prefix_store.blocks import NAME_BYTES, TokenKind, without_adapter
 from prefix_store.node import Node
 from prefix_store.policy.hazard import learning_together
 from prefix_store.policy.lru import LruPolicy
@@ -135,6 +136,7 @@ class EvictionOrder:
         """The run that makes room for `scope`."""
         if self._common is not None:
             return self._common.victim(now)
+        scope = without_adapter(scope)
         own = self._groups.get(scope)
         if own is not None and self._share_taken(scope) >= 1.0:
             node = own.victim(now)
@@ -146,11 +148,11 @@ class EvictionOrder:
         """By how many blocks the scope is over what it may keep; 0 or less when it is not."""
         if self._common is not None:
             return 0
-        return self._resident.get(scope, 0) - int(self._quotas.max_share * self._num_blocks)
+        return self._resident.get(without_adapter(scope), 0) - int(self._quotas.max_share * self._num_blocks)
 
     def own_victim(self, scope: str, now: float) -> Node | None:
         """A run of `scope` itself, for its cap's sake."""
-        group = self._groups.get(scope)
+        group = self._groups.get(without_adapter(scope))
         return None if group is None else group.victim(now)
 
     def _share_taken(self, scope: str) -> float:
@@ -187,12 +189,13 @@ class EvictionOrder:
     # ---- books of our own
 
     def _policy_of(self, node: Node) -> EvictionPolicy:
-        group = self._common or self._groups[node.scope]
+        group = self._common or self._groups[without_adapter(node.scope)]
         return group.generated if node.kind is TokenKind.GENERATED else group.prompts
 
     def _count(self, scope: str, num_blocks: int) -> None:
         if self._common is not None:
             return
+        scope = without_adapter(scope)
         before = self._resident.get(scope, 0)
         after = before + num_blocks
         weight = self._quotas.weight(scope)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from prefix_store.blocks import BlockName, TokenKind
+from prefix_store.blocks import BlockName, TokenKind, with_adapter
 from prefix_store.eviction import GENERATED_AGES_FASTER, ScopeQuotas
 from prefix_store.pins import PinBudgetExceeded
 from prefix_store.policy.hazard import HazardPolicy, learning_together
@@ -138,6 +138,14 @@ def test_a_scope_keeps_no_more_than_its_cap() -> None:
     bench.serve(prompt(1, 8 * BLOCK))
     assert bench.store.counts.cached == 4
     assert bench.cached(prompt(1, 8 * BLOCK)) == 4 * BLOCK
+
+
+def test_adapters_share_the_cap_of_their_tenant() -> None:
+    bench = Bench(num_blocks=16, options={"quotas": ScopeQuotas(make_policy=LruPolicy, max_share=0.25)})
+    bench.serve(prompt(1, 3 * BLOCK), "aa")
+    bench.serve(prompt(1, 3 * BLOCK), with_adapter("aa", "poet"))
+    assert bench.store.counts.cached == 4
+    bench.store.check()
 
 
 def test_with_quotas_nothing_that_may_go_is_kept_from_who_needs_it() -> None:
