@@ -110,6 +110,8 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
     try:
         if settings.port_file is not None:
             _write_atomically(settings.port_file, str(listener.getsockname()[1]))
+        if worker.card.uncached_reason is not None:
+            log.warning("prefixes_not_reused", model=worker.card.model, reason=worker.card.uncached_reason)
         log.info("worker_listening", model=worker.card.model, port=listener.getsockname()[1])
         server.run(sockets=[listener])
     finally:

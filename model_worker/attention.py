@@ -38,6 +38,7 @@ HARMLESS_ARGUMENTS = frozenset(
         *("position_embeddings", "cache_position"),
         # Nothing in a forward pass without training: what is hidden, the segments say.
         *("dropout", "is_causal", "output_attentions", "output_hidden_states", "return_dict"),
+        "output_router_logits",
     }
 )
 """What attention may ignore. Any other argument that is set changes the result: a window, sinks, a bias."""

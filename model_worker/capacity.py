@@ -5,7 +5,6 @@ Knows a model's configuration and arithmetic. Loads no weights.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from pydantic_settings import CliApp
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
-from model_worker.kv_shape import KvShape, KvShapeUnknown
-from model_worker.models import ModelUnavailable, resolve_model_folder
+from model_worker.kv_shape import KvShape
+from model_worker.models import ModelUnavailable, kv_shape, resolve_model_folder, uncached_reason
 from model_worker.settings import WorkerSettings
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -88,7 +88,8 @@ def command(
     """Show bytes per token, and how many tokens and conversations fit, with the arithmetic."""
     settings = CliApp.run(WorkerSettings, cli_args=[])
     folder = resolve_model_folder(model or settings.model, settings.models_folder)
-    shape = KvShape.of(_read_config(folder).get)
+    config = _read_config(folder)
+    shape = kv_shape(config)
     memory_bytes = parse_bytes(memory) if memory else int(settings.kv_cache_gib * 2**30)
     context_tokens = context or shape.context_window_tokens
     console = Console()
@@ -101,20 +102,19 @@ def command(
         soft_wrap=True,
         highlight=False,
     )
+    if (reason := uncached_reason(config)) is not None:
+        console.print(f"No prefix is reused: {reason}.", soft_wrap=True, highlight=False)
     console.print(_table(shape, memory_bytes, context_tokens, settings.block_size))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise CapacityRefused(f"{folder} is not a model folder: config.json is missing")
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise CapacityRefused(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CapacityRefused(f"{path} is not a JSON object")
-    return config
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CapacityRefused(f"{path} is no configuration that transformers knows: {error}") from error
 
 
 def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: int) -> Table:
@@ -149,7 +149,7 @@ def main() -> None:
     """`python -m model_worker.capacity`."""
     try:
         typer.run(command)
-    except (CapacityRefused, KvShapeUnknown, ModelUnavailable) as error:
+    except (CapacityRefused, ModelUnavailable) as error:
         sys.stderr.write(f"headstart capacity: {error}\n")
         sys.exit(1)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 from tokenizers import Tokenizer
 
@@ -34,7 +35,7 @@ from model_worker.protocol import (
     TokenLogprobs,
     WorkerStats,
 )
-from model_worker.runner import ModelRunner
+from model_worker.runner import Runner
 from model_worker.sampling import Choice, DeadEnd, Sampler
 from model_worker.scheduler import Scheduler, Step
 from model_worker.sequence import Sequence
@@ -114,13 +115,14 @@ class Engine:
         *,
         scheduler: Scheduler,
         store: PrefixStore,
-        runner: ModelRunner,
+        runner: Runner,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         context_window_tokens: int,
         vocab_size: int,
         kv_bytes_per_token: int,
         max_open: int,
+        reuses_prefixes: bool = True,
         check_when_idle: bool = False,
     ) -> None:
         self._scheduler = scheduler
@@ -134,6 +136,7 @@ class Engine:
         self._vocabulary = Vocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._structures = StructureCompiler(self._vocabulary)
         self._max_open = max_open
+        self._reuses_prefixes = reuses_prefixes
         self._check_when_idle = check_when_idle
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
@@ -183,6 +186,8 @@ class Engine:
         A structure is compiled here, in the caller's thread: see `takes_long`.
         """
         self._refuse_impossible(request)
+        if not self._reuses_prefixes:
+            request = msgspec.structs.replace(request, cache="bypass")
         live = _Live(request=request, sink=sink, sequences=dict.fromkeys(self._texts(request)))
         with self._inbox.changed:
             if self._inbox.draining or self._inbox.stopping or not self.is_alive:
@@ -337,7 +342,10 @@ class Engine:
         live = self._live_of(sequence)
         forks, sequence.forks = sequence.forks, []
         for fork in forks:
-            self._runner.copy(self._scheduler.fork(sequence, fork))
+            lease = self._scheduler.fork(sequence, fork)
+            if lease is not None:
+                assert sequence.lease is not None, "it goes on as well"
+                self._runner.fork(sequence.lease, lease)
         for text, choice in zip((sequence, *forks), choices, strict=True):
             if isinstance(choice, DeadEnd):
                 self._give_up(live, choice)

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+UNLIMITED_TOKENS = 2**31
+"""The context window of a model that states none: what memory holds decides."""
+
 
 class KvShapeUnknown(Exception):
     """A configuration does not state what decides the shape; the message names it."""
@@ -52,6 +55,17 @@ class KvShape:
             num_kv_heads=setting("num_key_value_heads") or num_heads,
             head_dim=setting("head_dim") or stated("hidden_size") // num_heads,
             context_window_tokens=stated("max_position_embeddings"),
+        )
+
+    @classmethod
+    def at_most(cls, config: Any) -> KvShape:
+        """For a model of another kind: its state, whatever it takes, is accounted for as multi-head."""
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=config.hidden_size,
+            context_window_tokens=getattr(config, "max_position_embeddings", None) or UNLIMITED_TOKENS,
         )
 
     @property

@@ -25,10 +25,18 @@ from typing import Any
 import torch
 import xxhash
 from filelock import FileLock
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from model_worker.attention import ATTENTION_NAME
 from model_worker.kv_shape import KvShape, KvShapeUnknown
 from model_worker.protocol import TOKENIZER_FILES
+from model_worker.reuse import (
+    shape_of,
+    use_own_attention,
+    why_not_by_class,
+    why_not_by_configuration,
+    why_not_by_trial,
+)
 
 
 class ModelUnavailable(Exception):
@@ -63,7 +71,9 @@ class LoadedModel:
     """A causal language model ready to run, and what others need to know of it.
 
     `fingerprint` names the exact weights and configuration: equal across
-    processes and machines, different after any change.
+    processes and machines, different after any change. `uncached_reason` says why
+    no prefix of it can be reused; None where they can. Such a network has the
+    attention that `transformers` gives it, any other one has ours.
     """
 
     name: str
@@ -75,6 +85,7 @@ class LoadedModel:
     kv_shape: KvShape
     eos_token_ids: frozenset[int]
     vocab_size: int
+    uncached_reason: str | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -203,28 +214,36 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def load_model(
-    *, name: str, folder: Path, attention: str, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
-    """Loads a model folder with the named attention implementation. Raises `ModelUnavailable`."""
+def load_model(*, name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Loads a model folder, with our attention where it can have that. Raises `ModelUnavailable`."""
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
     if missing:
         raise ModelUnavailable(f"{folder} is not a model folder: {', '.join(missing)} is missing")
     try:
         config = AutoConfig.from_pretrained(folder)
-        _refuse_unsupported(config)
-        _kv_shape(config)  # before the weights are read
+        attention = None if uncached_reason(config) else ATTENTION_NAME
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError, KeyError, KvShapeUnknown) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(f"{folder} cannot be loaded: {error}") from error
     return wrap_network(
         network.eval().to(device), name=name, folder=folder, fingerprint=model_fingerprint(folder)
     )
 
 
+def uncached_reason(config: Any) -> str | None:
+    """Why a model can only be served uncached, as far as that can be known without its weights."""
+    network_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return why_not_by_configuration(config) or (network_class and why_not_by_class(network_class))
+
+
 def wrap_network(network: Any, *, name: str, folder: Path, fingerprint: str) -> LoadedModel:
-    """Describes a network already in memory. Raises `KvShapeUnknown`."""
+    """Describes a network already in memory; one that fails the trial of our attention gets its own back."""
     config = network.config
+    reason = why_not_by_configuration(config) or why_not_by_class(type(network))
+    if config._attn_implementation == ATTENTION_NAME:
+        reason = reason or why_not_by_trial(network)
+        if reason is not None:
+            use_own_attention(network)
     return LoadedModel(
         name=name,
         folder=folder,
@@ -232,36 +251,28 @@ def wrap_network(network: Any, *, name: str, folder: Path, fingerprint: str) -> 
         network=network,
         dtype=network.dtype,
         device=network.device,
-        kv_shape=_kv_shape(config),
+        kv_shape=kv_shape(config),
         eos_token_ids=_eos_token_ids(network),
-        vocab_size=config.vocab_size,
+        vocab_size=config.get_text_config().vocab_size,
+        uncached_reason=reason,
     )
 
 
-def _kv_shape(config: Any) -> KvShape:
-    """From a configuration of `transformers`, which knows the names each model has for the same thing.
-
-    Raises `KvShapeUnknown`.
-    """
-    return KvShape.of(lambda name: getattr(config, name, None))
+def kv_shape(config: Any) -> KvShape:
+    """What decides the size of a token's keys and values, or an estimate for a model of another kind."""
+    try:
+        return shape_of(config)
+    except KvShapeUnknown:
+        return KvShape.at_most(config.get_text_config())
 
 
 def _eos_token_ids(network: Any) -> frozenset[int]:
     eos = network.generation_config.eos_token_id
     if eos is None:
-        eos = network.config.eos_token_id
+        eos = network.config.get_text_config().eos_token_id
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])
-
-
-def _refuse_unsupported(config: Any) -> None:
-    """Only full attention can reuse a prefix block by block; anything else would give wrong text."""
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if kinds or windowed:
-        what = ", ".join(sorted(kinds)) or f"a sliding window of {config.sliding_window} tokens"
-        raise ModelUnavailable(f"{config.model_type} uses {what}; only full-attention decoders are supported")
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

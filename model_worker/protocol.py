@@ -230,7 +230,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /v1/card`: who this worker is. A new `epoch` means that every block of the old one is gone."""
+    """`GET /v1/card`: who this worker is. A new `epoch` means that every block of the old one is gone.
+
+    `uncached_reason` says why no prompt is ever found in cache here; None where prompts can be.
+    """
 
     model: str
     fingerprint: str
@@ -242,6 +245,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     kv_bytes_per_token: int
     epoch: str
+    uncached_reason: str | None = None
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -7,6 +7,7 @@ tables, positions.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,21 @@ from model_worker.models import LoadedModel
 from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
 from model_worker.segments import Segment, Span, segments_of
-from prefix_store.leases import RowCopy
+from prefix_store.leases import Lease, RowCopy
+
+
+class Runner(Protocol):
+    """What an engine asks of whoever computes its steps."""
+
+    def copy(self, copies: Items[RowCopy]) -> None:
+        """Carries out copies, before anything else is written."""
+
+    def fork(self, first: Lease, fork: Lease) -> None:
+        """Another text goes on from where one is."""
+
+    def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
+        """Computes the step; per chunk what comes next: nothing where the prompt goes on, else one
+        choice for its sequence and one for each of its forks."""
 
 
 class ModelRunner:
@@ -30,16 +45,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy(self, copies: Items[RowCopy]) -> None:
-        """Carries out copies, before anything else is written."""
         self._cache.copy_rows(copies)
+
+    def fork(self, first: Lease, fork: Lease) -> None:
+        self.copy(fork.copies)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
-        """Computes the step; per chunk what comes next: nothing where the prompt goes on, else one
-        choice for its sequence and one for each of its forks."""
         logits = self._forward(step.chunks)
         rows = iter(logits)
-        return [self._next_tokens(chunk, next(rows)) if chunk.samples else [] for chunk in step.chunks]
+        return [next_tokens(chunk, next(rows)) if chunk.samples else [] for chunk in step.chunks]
 
     def _forward(self, chunks: Items[Chunk]) -> torch.Tensor:
         """Logits `[chunks that sample, vocab]` in float32."""
@@ -109,9 +124,10 @@ class ModelRunner:
             mask=mask,
         )
 
-    def _next_tokens(self, chunk: Chunk, logits: torch.Tensor) -> list[Choice | DeadEnd]:
-        first = chunk.sequence
-        return [
-            sequence.sampler.choose(logits, position=sequence.num_output)
-            for sequence in (first, *first.forks)
-        ]
+
+def next_tokens(chunk: Chunk, logits: torch.Tensor) -> list[Choice | DeadEnd]:
+    """What a chunk's sequence and each of its forks choose from logits `[vocab]`."""
+    first = chunk.sequence
+    return [
+        sequence.sampler.choose(logits, position=sequence.num_output) for sequence in (first, *first.forks)
+    ]

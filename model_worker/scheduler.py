@@ -17,7 +17,6 @@ meanwhile.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from model_worker.protocol import Started, TierTokens
@@ -123,10 +122,10 @@ class Scheduler:
                 if not sequence.is_prefilling:
                     self._store.leave_flight(sequence.lease)
 
-    def fork(self, first: Sequence, fork: Sequence) -> Items[RowCopy]:
-        """A text begins where `first` is: with its prompt computed. Returns copies to carry out at once.
+    def fork(self, first: Sequence, fork: Sequence) -> Lease | None:
+        """A text begins where `first` is: with its prompt computed. The copies of its lease are due at once.
 
-        Where it does not fit, it waits, and resumes like one that was preempted.
+        Where it does not fit, it gets none and waits, and resumes like one that was preempted.
         """
         assert first.lease is not None
         assert first.num_output == 0
@@ -141,9 +140,9 @@ class Scheduler:
                 fork.has_begun = True
                 fork.num_computed = first.num_computed
                 self.running.append(fork)
-                return fork.lease.copies
+                return fork.lease
         self.waiting.put_back(fork)
-        return ()
+        return None
 
     def finish(self, sequence: Sequence) -> None:
         """Gives back every block of a sequence that ended, in whatever state it is."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from model_worker.attention import ATTENTION_NAME
 from model_worker.engine import Engine
 from model_worker.kv_cache import KVCache
 from model_worker.models import (
@@ -23,9 +22,10 @@ from model_worker.models import (
 )
 from model_worker.packed_linear import pack_linear_layers
 from model_worker.protocol import WorkerCard
-from model_worker.runner import ModelRunner
+from model_worker.runner import ModelRunner, Runner
 from model_worker.scheduler import Scheduler
 from model_worker.settings import WorkerSettings
+from model_worker.uncached import UncachedRunner
 from prefix_store.blocks import BlockNamer
 from prefix_store.eviction import ScopeQuotas
 from prefix_store.store import PrefixStore
@@ -48,7 +48,6 @@ def load_worker(settings: WorkerSettings) -> Worker:
     model = load_model(
         name=model_label(settings.model, folder),
         folder=folder,
-        attention=ATTENTION_NAME,
         device=device,
         dtype=_dtype(settings, device),
     )
@@ -56,8 +55,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 
 def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
-    """Builds the engine around a loaded model, whose linear layers are packed in place."""
-    pack_linear_layers(model.network)
+    """Builds the engine around a loaded model, whose layers are packed in place if prefixes are reused."""
     num_blocks = settings.kv_cache_blocks or _blocks_that_fit(model, settings)
     dtype = str(model.dtype).removeprefix("torch.")
     namer = BlockNamer(
@@ -74,27 +72,19 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         quotas=ScopeQuotas(max_share=settings.max_scope_share),
         max_index_bytes=int(settings.max_index_mib * 2**20),
     )
-    cache = KVCache(
-        num_layers=model.kv_shape.num_layers,
-        num_kv_heads=model.kv_shape.num_kv_heads,
-        head_dim=model.kv_shape.head_dim,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
     # A sequence alone must always fit, or it could wait for ever.
     context_window_tokens = min(model.kv_shape.context_window_tokens, num_blocks * settings.block_size)
     engine = Engine(
         scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
         store=store,
-        runner=ModelRunner(model, cache),
+        runner=_runner(model, num_blocks, settings.block_size),
         tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
         vocab_size=model.vocab_size,
         kv_bytes_per_token=model.kv_bytes_per_token,
         max_open=settings.max_open,
+        reuses_prefixes=model.uncached_reason is None,
         check_when_idle=settings.check_when_idle,
     )
     card = WorkerCard(
@@ -108,8 +98,25 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         num_blocks=num_blocks,
         kv_bytes_per_token=model.kv_bytes_per_token,
         epoch=secrets.token_hex(8),
+        uncached_reason=model.uncached_reason,
     )
     return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
+
+
+def _runner(model: LoadedModel, num_blocks: int, block_size: int) -> Runner:
+    if model.uncached_reason is not None:
+        return UncachedRunner(model)
+    pack_linear_layers(model.network)
+    cache = KVCache(
+        num_layers=model.kv_shape.num_layers,
+        num_kv_heads=model.kv_shape.num_kv_heads,
+        head_dim=model.kv_shape.head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return ModelRunner(model, cache)
 
 
 def _device(settings: WorkerSettings) -> torch.device:

@@ -40,14 +40,14 @@ class LeaseState(Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Lease:
     """A sequence's claim on blocks. The holder reads it; only the store writes it.
 
     `block_table[i]` is where tokens `i * block_size …` live. The first `num_indexed` of
     its blocks are in the index, findable and read-only; the others are private.
     `cached_tokens` need not be computed once `copies` are done; `miss` says why they
-    were not more.
+    were not more. An executor may keep what it has for a lease by a weak reference.
     """
 
     scope: str

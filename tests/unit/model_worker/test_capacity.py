@@ -62,15 +62,28 @@ def test_a_configuration_that_does_not_say_is_refused() -> None:
         KvShape.of({"num_attention_heads": 2}.get)
 
 
-def test_the_table_names_every_dtype(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+def shown_for(folder: Path, config: dict[str, object]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
     app = typer.Typer()
     app.command()(command)
-    result = CliRunner().invoke(app, ["--model", str(tmp_path), "--memory", "80GiB", "--context", "1000"])
+    result = CliRunner().invoke(app, ["--model", str(folder), "--memory", "80GiB", "--context", "1000"])
     assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_table_names_every_dtype(tmp_path: Path) -> None:
+    output = shown_for(tmp_path, SMOLLM2 | {"model_type": "llama"})
     # 80 GiB / (46,080 x 16) blocks; 63 blocks a conversation.
     blocks = 80 * 2**30 // (46_080 * 16)
-    assert f"{blocks * 16:,}" in result.output
-    assert f"{blocks // 63:,}" in result.output
+    assert f"{blocks * 16:,}" in output
+    assert f"{blocks // 63:,}" in output
     for dtype in ("float32", "bfloat16"):
-        assert dtype in result.output
+        assert dtype in output
+    assert "No prefix is reused" not in output
+
+
+def test_a_model_without_reuse_is_told_with_the_reason(tmp_path: Path) -> None:
+    windowed = shown_for(tmp_path, SMOLLM2 | {"model_type": "mistral", "sliding_window": 4096})
+    assert "No prefix is reused: mistral attends within a sliding window of 4096 tokens." in windowed
+    stateful = shown_for(tmp_path, {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2})
+    assert "No prefix is reused: mamba has layers of linear_attention." in stateful
