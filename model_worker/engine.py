@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,7 @@ from model_worker.sampling import Choice, DeadEnd, Sampler
 from model_worker.scheduler import Scheduler, Step
 from model_worker.sequence import Sequence
 from model_worker.structured import StructureCompiler, StructureRefused, Vocabulary
+from prefix_store.blocks import with_adapter
 from prefix_store.store import PrefixStore
 
 log = structlog.get_logger(__name__)
@@ -123,6 +124,7 @@ class Engine:
         kv_bytes_per_token: int,
         max_open: int,
         reuses_prefixes: bool = True,
+        adapters: Mapping[str, str] | None = None,
         check_when_idle: bool = False,
     ) -> None:
         self._scheduler = scheduler
@@ -137,6 +139,7 @@ class Engine:
         self._structures = StructureCompiler(self._vocabulary)
         self._max_open = max_open
         self._reuses_prefixes = reuses_prefixes
+        self._adapters = adapters or {}
         self._check_when_idle = check_when_idle
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
@@ -223,6 +226,9 @@ class Engine:
                 f"exceed the context window of {self._context_window_tokens} tokens"
             )
             raise RequestRefused(Refusal(code="context_length_exceeded", message=message))
+        if request.adapter is not None and request.adapter not in self._adapters:
+            message = f"adapter: this worker has none called {request.adapter!r}"
+            raise RequestRefused(Refusal(code="invalid_request", message=message))
         sampling = request.sampling
         _refuse_outside(self._vocab_size, "token_ids", request.token_ids)
         _refuse_outside(self._vocab_size, "logit_bias", sampling.logit_bias)
@@ -240,12 +246,16 @@ class Engine:
         if sampling.top_logprobs is not None:
             with _refusing_structures():
                 self._vocabulary.load()
+        cache_scope = request.scope
+        if request.adapter is not None:
+            cache_scope = with_adapter(cache_scope, self._adapters[request.adapter])
         first, *forks = (
             Sequence.of(
                 request,
                 Detokenizer(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens),
                 self._sampler(request, choice),
                 choice=choice,
+                cache_scope=cache_scope,
             )
             for choice in range(request.n)
         )

@@ -204,10 +204,10 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(folder: Path) -> str:
+def model_fingerprint(folder: Path, *, configuration: str = "config.json") -> str:
     """A digest over configuration and weights, 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [folder / configuration, *sorted(folder.glob("*.safetensors"))]:
         for field in (path.name.encode(), bytes.fromhex(_file_digest(path))):
             digest.update(len(field).to_bytes(8, "little"))
             digest.update(field)

@@ -86,6 +86,8 @@ def pack_linear_layers(network: torch.nn.Module) -> None:
     if not _has_packing():
         return
     for parent in list(network.modules()):
+        if isinstance(parent, torch.nn.ModuleDict):
+            continue  # an adapter's: `peft` asks those for their weights
         for names in SIBLINGS:
             layers = [layer for layer in (getattr(parent, name, None) for name in names) if _can_pack(layer)]
             if len(layers) == len(names) and len({layer.bias is None for layer in layers}) == 1:

@@ -118,6 +118,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     A lower `priority` goes first, as in vLLM: it is admitted before others, computed
     before them and preempted after them.
 
+    `adapter` is one of the card's; None is the model itself.
+
     `n` texts are generated from the prompt, which is computed once. A seeded
     request's choice k is the text of a request of its own whose seed is
     `sampling.choice_seed(seed, k)`; choice 0 has the request's seed.
@@ -128,6 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     sampling: SamplingParams
     cache: CacheMode = "automatic"
+    adapter: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     priority: Annotated[int, msgspec.Meta(ge=-8, le=8)] = 0
 
@@ -233,6 +236,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /v1/card`: who this worker is. A new `epoch` means that every block of the old one is gone.
 
     `uncached_reason` says why no prompt is ever found in cache here; None where prompts can be.
+    `adapters` are models of their own beside it: the fingerprint of each, by name.
     """
 
     model: str
@@ -246,7 +250,13 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     epoch: str
     uncached_reason: str | None = None
+    adapters: dict[str, str] = {}
     protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of every model that can be asked for here, by name."""
+        return {self.model: self.fingerprint} | self.adapters
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -171,7 +171,7 @@ class Scheduler:
         """How much of a waiting prompt is cached."""
         if not sequence.shares_cache:
             return 0
-        return self._store.match(sequence.request.scope, sequence.tokens).num_tokens
+        return self._store.match(sequence.cache_scope, sequence.tokens).num_tokens
 
     def _by_rank(self) -> list[Sequence]:
         """Running sequences, the first to be served first: by priority, then by admission."""
@@ -211,7 +211,7 @@ class Scheduler:
         while self.waiting and step.may_begin and len(self.running) < self._max_running:
             sequence = self.waiting.take()
             sequence.lease = self._store.acquire(
-                sequence.request.scope,
+                sequence.cache_scope,
                 sequence.tokens,
                 max_cached_tokens=sequence.max_cached_tokens,
                 num_prompt_tokens=sequence.num_prompt,

@@ -26,6 +26,7 @@ from prefix_store.leases import Lease
 class Sequence:
     """A prompt and what was generated after it.
 
+    `cache_scope` is where its blocks may be found: the request's scope, and its adapter.
     `num_computed` counts tokens whose KV is in the pool. `started` is frozen at
     first beginning: preemption and resumption never turn into customer hits.
     `num_computed_before` is how far it was when it was last preempted. `urgency` is
@@ -39,6 +40,7 @@ class Sequence:
     sampler: Sampler
     tokens: array[int]
     num_prompt: int
+    cache_scope: str
     lease: Lease | None = None
     has_begun: bool = False
     num_computed: int = 0
@@ -53,7 +55,13 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, request: GenerateRequest, detokenizer: Detokenizer, sampler: Sampler, *, choice: int = 0
+        cls,
+        request: GenerateRequest,
+        detokenizer: Detokenizer,
+        sampler: Sampler,
+        *,
+        choice: int = 0,
+        cache_scope: str | None = None,
     ) -> Sequence:
         return cls(
             request=request,
@@ -61,6 +69,7 @@ class Sequence:
             sampler=sampler,
             tokens=array("I", request.token_ids),
             num_prompt=len(request.token_ids),
+            cache_scope=request.scope if cache_scope is None else cache_scope,
             choice=choice,
         )
 

@@ -30,6 +30,9 @@ class WorkerSettings(BaseSettings):
     models: Path | None = Field(
         None, description="where converted models are kept; a cache folder if not set"
     )
+    adapters: str = Field(
+        "", description="LoRA adapters, name=folder, with commas between; without a name: model:folder"
+    )
     worker_host: str = Field("127.0.0.1", description="address to listen on")
     worker_port: int = Field(8090, ge=0, le=65535, description="0 takes a free port")
     port_file: Path | None = Field(None, description="the chosen port is written here once listening")

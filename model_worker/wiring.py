@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from model_worker.adapters import Adapter, AdapterRunner, Adapters, adapters_of
 from model_worker.engine import Engine
 from model_worker.kv_cache import KVCache
 from model_worker.models import (
@@ -56,6 +57,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     """Builds the engine around a loaded model, whose layers are packed in place if prefixes are reused."""
+    adapters = adapters_of(settings.adapters, base=model.name)
+    fingerprints = {adapter.name: adapter.fingerprint for adapter in adapters}
     num_blocks = settings.kv_cache_blocks or _blocks_that_fit(model, settings)
     dtype = str(model.dtype).removeprefix("torch.")
     namer = BlockNamer(
@@ -77,7 +80,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     engine = Engine(
         scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
         store=store,
-        runner=_runner(model, num_blocks, settings.block_size),
+        runner=_runner(model, adapters, num_blocks, settings.block_size),
         tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
@@ -85,6 +88,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         kv_bytes_per_token=model.kv_bytes_per_token,
         max_open=settings.max_open,
         reuses_prefixes=model.uncached_reason is None,
+        adapters=fingerprints,
         check_when_idle=settings.check_when_idle,
     )
     card = WorkerCard(
@@ -99,11 +103,20 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         kv_bytes_per_token=model.kv_bytes_per_token,
         epoch=secrets.token_hex(8),
         uncached_reason=model.uncached_reason,
+        adapters=fingerprints,
     )
     return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
 
 
-def _runner(model: LoadedModel, num_blocks: int, block_size: int) -> Runner:
+def _runner(model: LoadedModel, adapters: list[Adapter], num_blocks: int, block_size: int) -> Runner:
+    if not adapters:
+        return _plain_runner(model, num_blocks, block_size)
+    # Before layers are packed: `peft` knows the plain ones.
+    loaded = Adapters(model.network, adapters)
+    return AdapterRunner(_plain_runner(model, num_blocks, block_size), loaded)
+
+
+def _plain_runner(model: LoadedModel, num_blocks: int, block_size: int) -> Runner:
     if model.uncached_reason is not None:
         return UncachedRunner(model)
     pack_linear_layers(model.network)
