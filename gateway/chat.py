@@ -51,6 +51,8 @@ from model_worker.protocol import CacheMode, GenerateRequest, SamplingParams, St
 
 ENDPOINT: Final = "chat_completions"
 CACHE_HEADER: Final = "x-headstart-cache"
+REASON_HEADER: Final = "x-headstart-cache-reason"
+"""Why this model never finds anything in cache."""
 INLINE_BODY_BYTES: Final = 64 * 1024
 """Up to here parsing takes a millisecond or two at most."""
 Outcome = Literal["answered", "refused", "failed", "hung_up"]
@@ -70,6 +72,7 @@ class Call:
     tally: Tally | None = None
     worker: str | None = None
     cache_mode: CacheMode = "automatic"
+    uncached_reason: str | None = None
 
     @property
     def elapsed_ms(self) -> float:
@@ -79,7 +82,8 @@ class Call:
         return {"x-request-id": str(self.request_id), "openai-processing-ms": str(round(self.elapsed_ms))}
 
     def cache_headers(self, started: Started) -> dict[str, str]:
-        return self.answer_headers() | {
+        reason = {} if self.uncached_reason is None else {REASON_HEADER: _header_text(self.uncached_reason)}
+        return self.answer_headers() | reason | {
             CACHE_HEADER: cache_status(started, self.cache_mode),
             "x-headstart-cached-tokens": str(started.cached.total),
             "x-headstart-worker": self.worker or "",
@@ -174,7 +178,7 @@ class ChatCompletions:
         request = call.request = await self._parse(body)
         call.cache_mode = _cache_mode(call.headers)
         route = await self.router.choose(request.model)
-        call.worker = route.worker.name
+        call.worker, call.uncached_reason = route.worker.name, route.card.uncached_reason
         window = route.card.context_window_tokens
         _check_limit(request, window)
         token_ids = await self._render(request, route, window)
@@ -188,7 +192,7 @@ class ChatCompletions:
                 request_id=call.request_id,
                 tenant_id=principal.tenant_id,
                 api_key_id=principal.api_key_id,
-                model=route.card.model,
+                model=route.model,
                 admitted_at=instants.now(),
             ),
             tally,
@@ -201,6 +205,7 @@ class ChatCompletions:
             token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens),
             cache=call.cache_mode,
+            adapter=route.adapter,
             n=request.num_choices,
         )
         async with account.admitted():
@@ -233,8 +238,8 @@ class ChatCompletions:
         head = AnswerHead(
             request_id=str(call.request_id),
             created=int(time.time()),
-            model=route.card.model,
-            fingerprint=route.card.fingerprint,
+            model=route.model,
+            fingerprint=route.fingerprint,
         )
         relay: Relay = relay_whole
         if call.request.stream:
@@ -288,6 +293,11 @@ def _facts(call: Call) -> dict[str, object]:
             "finish_reason": call.tally.finish_reason,
         }
     return facts
+
+
+def _header_text(text: str) -> str:
+    """In one line of plain characters: all that every client can read in a header."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()
 
 
 def _cache_mode(headers: Mapping[str, str]) -> CacheMode:

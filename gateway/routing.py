@@ -16,11 +16,24 @@ from model_worker.protocol import WorkerCard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The worker that was chosen, and what was known of it at that instant."""
+    """The worker that was chosen for a model, and what was known of it at that instant.
 
+    The model is the worker's own or one of its adapters.
+    """
+
+    model: str
     worker: Worker
     card: WorkerCard
     encoder: PromptEncoder
+
+    @property
+    def adapter(self) -> str | None:
+        return None if self.model == self.card.model else self.model
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the exact weights that answer."""
+        return self.card.fingerprints[self.model]
 
 
 class Router:
@@ -32,13 +45,13 @@ class Router:
     async def choose(self, model: str) -> Route:
         """Raises `ModelNotFound`, or `ServiceUnavailable` while no worker is known at all."""
         routes = self._routes()
-        if not any(route.card.model == model for route in routes):
+        if not any(route.model == model for route in routes):
             # A worker that has just come up is not made to wait for the next poll.
             await self._roster.refresh()
             routes = self._routes()
         if not routes:
             raise ServiceUnavailable("No model worker is available.", code="worker_unavailable")
-        fitting = [route for route in routes if route.card.model == model]
+        fitting = [route for route in routes if route.model == model]
         if not fitting:
             raise ModelNotFound(
                 f"The model '{model}' does not exist or you do not have access to it.", param="model"
@@ -51,14 +64,15 @@ class Router:
         """
         if not self._routes():
             await self._roster.refresh()
-        names = sorted({route.card.model for route in self._routes()})
+        names = sorted({route.model for route in self._routes()})
         if not names:
             raise ServiceUnavailable("No model worker is available.", code="worker_unavailable")
         return names
 
     def _routes(self) -> list[Route]:
         return [
-            Route(worker=worker, card=worker.card, encoder=worker.encoder)
+            Route(model=model, worker=worker, card=worker.card, encoder=worker.encoder)
             for worker in self._roster.workers
             if worker.card is not None and worker.encoder is not None
+            for model in worker.card.fingerprints
         ]

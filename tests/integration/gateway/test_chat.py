@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import structlog
 
@@ -167,6 +168,18 @@ async def test_models_are_listed_and_found(stack):
     async with stack.client() as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_an_adapter_is_a_model_of_its_own(stack):
+    fingerprint = "ad" * 16
+    stack.worker.card = msgspec.structs.replace(stack.worker.card, adapters={"poet": fingerprint})
+    async with stack.client() as client:
+        answer = await client.chat.completions.create(model="poet", messages=CONVERSATION)
+        await client.chat.completions.create(model=MODEL, messages=CONVERSATION)
+        assert [model.id async for model in client.models.list()] == sorted([MODEL, "poet"])
+    assert (answer.model, answer.system_fingerprint) == ("poet", f"fp_{fingerprint[:16]}")
+    assert [exchange.request.adapter for exchange in stack.worker.exchanges] == ["poet", None]
+    assert [event.model for event in await stack.usage_events()] == ["poet", MODEL]
 
 
 @pytest.mark.parametrize("length", [10, 300])
