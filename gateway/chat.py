@@ -82,12 +82,14 @@ class Call:
         return {"x-request-id": str(self.request_id), "openai-processing-ms": str(round(self.elapsed_ms))}
 
     def cache_headers(self, started: Started) -> dict[str, str]:
-        reason = {} if self.uncached_reason is None else {REASON_HEADER: _header_text(self.uncached_reason)}
-        return self.answer_headers() | reason | {
+        headers = self.answer_headers() | {
             CACHE_HEADER: cache_status(started, self.cache_mode),
             "x-headstart-cached-tokens": str(started.cached.total),
             "x-headstart-worker": self.worker or "",
         }
+        if self.uncached_reason is not None:
+            headers[REASON_HEADER] = _header_text(self.uncached_reason)
+        return headers
 
 
 class _CallSink:

@@ -195,6 +195,14 @@ async def test_texts_of_any_length_arrive_whole(stack, length):
     assert decoded(stack.worker.exchanges[0].request.token_ids).count("é") == length * 10
 
 
+async def test_a_model_that_is_never_cached_says_why_in_every_answer(stack):
+    assert "x-headstart-cache-reason" not in (await ask(stack)).headers
+    reason = "mistral attends within a sliding window of 4096 tokens"
+    stack.worker.card = msgspec.structs.replace(stack.worker.card, uncached_reason=reason)
+    await stack.gateway.roster.refresh()
+    assert (await ask(stack)).headers["x-headstart-cache-reason"] == reason
+
+
 async def test_metrics_tell_what_happened_and_hold_no_text(stack):
     await ask(stack)
     async with stack.http() as http:
