@@ -237,13 +237,13 @@ def uncached_reason(config: Any) -> str | None:
 
 
 def wrap_network(network: Any, *, name: str, folder: Path, fingerprint: str) -> LoadedModel:
-    """Describes a network already in memory; one that fails the trial of our attention gets its own back."""
+    """Describes a network already in memory; one that cannot have our attention gets its own."""
     config = network.config
     reason = why_not_by_configuration(config) or why_not_by_class(type(network))
     if config._attn_implementation == ATTENTION_NAME:
         reason = reason or why_not_by_trial(network)
-        if reason is not None:
-            use_own_attention(network)
+    if reason is not None:
+        use_own_attention(network)
     return LoadedModel(
         name=name,
         folder=folder,

@@ -104,8 +104,13 @@ def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def use_own_attention(network: Any) -> None:
-    """Gives a network the attention that `transformers` would choose for it."""
-    network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
+    """Gives a network the attention that `transformers` would choose for it.
+
+    Before 5.24 it chose torch's where scores are capped, which leaves them as they are.
+    """
+    is_capped = getattr(network.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    takes_torchs = network._supports_sdpa and not is_capped
+    network.set_attn_implementation("sdpa" if takes_torchs else "eager")
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from model_worker.attention import cache_argument
 from model_worker.models import LoadedModel
 from model_worker.reuse import TOLERANCES, relative_distance, trial_tokens
 from model_worker.runner import next_tokens
@@ -27,8 +26,9 @@ from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
 from prefix_store.leases import Lease, RowCopy
 
-STATE_OUTPUTS = ("cache", "past_key_values", "cache_params")
-"""What models call their cache in what they return. One that returns none is computed anew each time."""
+STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""What models call their cache, as an argument and in what they return; it differs by model and release.
+One that has none is computed anew each time."""
 
 
 class UncachedRunner:
@@ -36,8 +36,8 @@ class UncachedRunner:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._cache_argument = cache_argument(model.network)
         parameters = inspect.signature(model.network.forward).parameters
+        self._state_name = next((name for name in STATE_NAMES if name in parameters), "")
         self._keeps_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._states: WeakKeyDictionary[Lease, Any] = WeakKeyDictionary()
         self._continues_in_chunks = self._try_chunks()
@@ -71,14 +71,15 @@ class UncachedRunner:
         """Logits `[vocab]` in float32 after the last token, and the state there."""
         if state is None:
             start = 0
+        name = self._state_name
         for first, last in self._pieces(start, stop):
             output = self._model.network(
                 input_ids=torch.tensor([list(tokens[first:last])], device=self._model.device),
                 use_cache=True,
                 **self._keeps_logits,
-                **({} if state is None else {self._cache_argument: state}),
+                **({} if state is None else {name: state}),
             )
-            state = next((output[name] for name in STATE_OUTPUTS if name in output), None)
+            state = output.get(name)
         return output.logits[0, -1].float(), state
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
