@@ -12,14 +12,11 @@ the prefix store itself rather than in the simulator. Exits with 1 when a goal i
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 from array import array
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from peers.record import REPOSITORY, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -31,13 +28,11 @@ from prefix_store.store import PrefixStore
 from prefix_store.text_tokens import load_encode
 from prefix_store.traces import Trace, mix_in_scan, read_trace
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.llama_tokenizer import llama_tokenizer_path  # noqa: E402 - lies in the repository, not in a package
+from tests.llama_tokenizer import llama_tokenizer_path
 
 TRACES = REPOSITORY / "tests" / "traces"
-RESULTS = REPOSITORY / "benchmarks" / "results" / "eviction.json"
 
 OURS, LIMIT = "hazard", "belady"
 BASELINES = ("lru", "lfu", "s3-fifo", "w-tinylfu", "gdsf", "gdsf-cost")
@@ -109,7 +104,7 @@ def main() -> int:
         report_store(report, name, trace)
     if not quick:
         report_sessions(report)
-        write(report)
+        write_result("eviction", {"missed": report.missed, **report.results})
     show(report)
     return 1 if report.missed else 0
 
@@ -252,19 +247,6 @@ def label(size: int | None) -> str:
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def write(report: Report) -> None:
-    commit = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    machine = {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "system": platform.system(),
-    }
-    document = {"commit": commit, "machine": machine, "missed": report.missed, **report.results}
-    RESULTS.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def show(report: Report) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -37,6 +36,8 @@ from itertools import count
 from pathlib import Path
 
 import xxhash
+from peers.environments import bench_home, run
+from peers.record import REPOSITORY, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +46,7 @@ from prefix_store.index import NODE_BYTES
 from prefix_store.misses import Cause, Departure, GhostNames
 from prefix_store.store import GHOSTS_PER_BLOCK, PrefixStore
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-PEERS_SCRIPT = REPOSITORY / "benchmarks" / "index_peers.py"
+PEERS_SCRIPT = REPOSITORY / "benchmarks" / "peers" / "index.py"
 BLOCK = 16
 LENGTHS = (2048, 8192, 32768)
 SHARES = (0, 50, 95)
@@ -76,10 +76,6 @@ console = Console(width=130)
 # ---- peers
 
 
-def bench_home() -> Path:
-    return Path(os.environ.get("HEADSTART_BENCH_HOME", Path.home() / ".cache" / "headstart-bench"))
-
-
 def install(peer: str) -> tuple[Path, Path]:
     """(python, packages) of a peer; made on first use. Only the Python files of its wheel are unpacked."""
     wheel, needs = PEERS[peer]["wheel"], PEERS[peer]["needs"]
@@ -104,10 +100,6 @@ def install_packages(python: Path, needs: list[str]) -> None:
         run(str(python), "-m", "pip", "install", "-q", *needs)
     except subprocess.CalledProcessError:
         run(str(python), "-m", "pip", "install", "-q", *(need.removesuffix("+cpu") for need in needs))
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
 
 
 class Side:
@@ -485,31 +477,6 @@ def memory_misses(rows: list[Memory]) -> list[str]:
     ]
 
 
-def commit() -> str:
-    answer = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=REPOSITORY
-    )
-    return answer.stdout.strip() or "unknown"
-
-
-def machine() -> dict[str, object]:
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -535,9 +502,7 @@ def main() -> int:
         console.print(f"[red]missed[/red] {miss}")
     if not options.quick:
         report = {
-            "commit": commit(),
             "versions": {peer: spec["wheel"] for peer, spec in PEERS.items()} | {"xxhash": xxhash.VERSION},
-            "machine": machine(),
             "repeats": options.repeats,
             "cases": [vars(case) for case in cases],
             "limits": [vars(row) for row in bounds],
@@ -546,7 +511,7 @@ def main() -> int:
             "ghost_bytes": ghost_bytes,
             "missed": missed,
         }
-        (REPOSITORY / "benchmarks" / "results" / "index.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_result("index", report)
     return 1 if missed else 0
 
 
