@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from model_worker.models import LoadedModel
+from model_worker.models import LoadedModel, load_model
 from model_worker.protocol import Started, TierTokens, Token
 from model_worker.settings import WorkerSettings
 from model_worker.uncached import UncachedRunner
 from model_worker.wiring import build_worker
 from tests.engines import EngineDriver, prompt_of, running_engine
 from tests.near_ties import count_near_ties, greedy_of
-from tests.tiny_models import FAMILIES, UNCACHED_FAMILIES, WINDOW, tiny
+from tests.tiny_models import FAMILIES, UNCACHED_FAMILIES, WINDOW, byte_tokenizer, tiny
 
 REASONS = {
     "mistral, windowed": f"mistral attends within a sliding window of {WINDOW} tokens",
@@ -63,6 +64,15 @@ def test_texts_are_those_of_generate_and_the_reason_is_told(family: str, tmp_pat
 def test_a_full_attention_model_has_no_reason(tmp_path: Path) -> None:
     model = tiny(FAMILIES["mistral"], tmp_path)
     assert build_worker(model, WorkerSettings(kv_cache_blocks=8)).card.uncached_reason is None
+
+
+def test_a_folder_is_loaded_with_the_attention_that_fits(windowed: LoadedModel, tmp_path: Path) -> None:
+    windowed.network.save_pretrained(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    loaded = load_model(name="w", folder=tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+    assert loaded.uncached_reason == REASONS["mistral, windowed"]
+    with running_engine(loaded) as loaded_driver, running_engine(windowed) as driver:
+        assert loaded_driver.generate(prompt_of(60)).tokens == driver.generate(prompt_of(60)).tokens
 
 
 def test_what_ends_is_cancelled_or_waits_keeps_no_state(windowed: LoadedModel) -> None:
