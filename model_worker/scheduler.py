@@ -77,9 +77,13 @@ class Step:
 class Scheduler:
     """Owns the queues and the leases. `check()` states what always holds between steps."""
 
-    def __init__(self, store: PrefixStore, *, step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, store: PrefixStore, *, step_tokens: int, max_running: int, decode_step_tokens: int | None = None
+    ) -> None:
+        """A step computes at most `step_tokens`, and one in which something decodes `decode_step_tokens`."""
         self._store = store
         self._step_tokens = step_tokens
+        self._decode_step_tokens = min(step_tokens, decode_step_tokens or step_tokens)
         self._max_running = max_running
         self.waiting = WaitingQueue(quantum_tokens=step_tokens, cached_tokens=self._look)
         self.running: list[Sequence] = []
@@ -95,10 +99,10 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Chooses the next step. Holds blocks for every chunk in it."""
-        step = Step(budget=self._step_tokens)
         self._grow_running()
         decoding = self._decoding_in_turn()
-        self._decode(step, decoding, self._step_tokens - self._kept_for_prompts())
+        step = Step(budget=self._decode_step_tokens if decoding else self._step_tokens)
+        self._decode(step, decoding, step.budget - self._kept_for_prompts(step.budget))
         step.prefills = [one for one in self.running if one.has_begun and one.num_pending > 1]
         followers = [sequence for sequence in self.running if not sequence.has_begun]
         for sequence in followers:
@@ -192,11 +196,11 @@ class Scheduler:
         decoding.rotate(-self._next_to_decode)
         return decoding
 
-    def _kept_for_prompts(self) -> int:
+    def _kept_for_prompts(self, step_tokens: int) -> int:
         """Of a step that decoding alone would fill, so that prompts move on beside it."""
         begins = self.waiting and len(self.running) < self._max_running
         is_wanted = begins or any(not one.has_begun or one.num_pending > 1 for one in self.running)
-        return max(1, self._step_tokens // OLDEST_SHARE) if is_wanted else 0
+        return max(1, step_tokens // OLDEST_SHARE) if is_wanted else 0
 
     def _decode(self, step: Step, decoding: deque[Sequence], num_tokens: int) -> None:
         """One token each; who finds no place in this step is first in the next."""

@@ -12,10 +12,12 @@ BLOCK = 16
 STEP = 64
 
 
-def make_scheduler(*, num_blocks: int = 256, max_running: int = 16) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 256, max_running: int = 16, decode_step_tokens: int | None = None
+) -> Scheduler:
     namer = BlockNamer(seed=1, model_fingerprint="m", dtype="f32", kv_codec="none", block_size=BLOCK)
     store = PrefixStore(num_blocks=num_blocks, block_size=BLOCK, namer=namer)
-    return Scheduler(store, step_tokens=STEP, max_running=max_running)
+    return Scheduler(store, step_tokens=STEP, max_running=max_running, decode_step_tokens=decode_step_tokens)
 
 
 def run_step(scheduler: Scheduler) -> dict[Sequence, int]:
@@ -118,3 +120,14 @@ def test_more_sequences_than_a_step_holds_decode_in_turns() -> None:
     gained = [one.num_output - had for one, had in zip(sequences, before, strict=True)]
     assert min(gained) >= 3
     assert max(gained) <= 5
+
+
+def test_a_prompt_takes_smaller_steps_beside_a_text_that_decodes() -> None:
+    scheduler = make_scheduler(decode_step_tokens=STEP // 4)
+    short, long = sequence_of(prompt(1, 20)), sequence_of(prompt(2, 400))
+    scheduler.add(short)
+    assert run_step(scheduler) == {short: 20}
+    scheduler.add(long)
+    assert run_step(scheduler) == {short: 1, long: STEP // 4 - 1}
+    scheduler.finish(short)
+    assert run_step(scheduler) == {long: STEP}
