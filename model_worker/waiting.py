@@ -26,6 +26,8 @@ from model_worker.sequence import Sequence
 OLDEST_EVERY = 16
 WINDOW = 8
 """How many of a scope's sequences are compared: each look costs a walk over its prompt."""
+LOOK_AGAIN_AFTER = 8
+"""Admissions for which a look is good enough."""
 MAX_DEBTORS = 4096
 """Scopes whose debts are remembered."""
 
@@ -70,6 +72,7 @@ class WaitingQueue:
         self._interrupted: dict[Sequence, None] = {}
         self._next: Sequence | None = None
         self._credit: dict[str, int] = {}
+        self._looks: dict[Sequence, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -99,6 +102,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._all[sequence]
+        self._looks.pop(sequence, None)
         if sequence is self._next:
             self._next = None
         if sequence in self._interrupted:
@@ -133,7 +137,15 @@ class WaitingQueue:
             return interrupted
         level = self._levels[most_urgent]
         first = list(islice(level.scopes[self._scope_in_turn(level)], WINDOW))
-        return first[0] if len(first) == 1 else max(first, key=self._cached_tokens)
+        return first[0] if len(first) == 1 else max(first, key=self._look)
+
+    def _look(self, sequence: Sequence) -> int:
+        """Cached tokens, as of some admissions ago at most."""
+        cached, looked_at = self._looks.get(sequence, (0, -LOOK_AGAIN_AFTER))
+        if self._num_taken - looked_at >= LOOK_AGAIN_AFTER:
+            cached = self._cached_tokens(sequence)
+            self._looks[sequence] = cached, self._num_taken
+        return cached
 
     def _scope_in_turn(self, level: _Level) -> str:
         """The one whose turn it is until it has spent its quantum, debts paid first.

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from model_worker.sequence import Sequence
-from model_worker.waiting import MAX_DEBTORS, OLDEST_EVERY, WINDOW, WaitingQueue
+from model_worker.waiting import LOOK_AGAIN_AFTER, MAX_DEBTORS, OLDEST_EVERY, WINDOW, WaitingQueue
 from tests.unit.model_worker.sequences import sequence_of
 
 QUANTUM = 100
 
 
 def queue_of(*sequences: Sequence, cached: dict[Sequence, int] | None = None) -> WaitingQueue:
-    known = cached or {}
+    known = {} if cached is None else cached
     queue = WaitingQueue(quantum_tokens=QUANTUM, cached_tokens=lambda one: known.get(one, 0))
     for sequence in sequences:
         queue.add(sequence)
@@ -54,6 +54,21 @@ def test_only_the_first_few_of_a_scope_are_compared() -> None:
         queue.add(sequence_of([1]))
     queue.take()
     assert len(looked) == WINDOW
+    for _ in range(64):
+        queue.take()
+    assert len(looked) <= 3 * 64, "what was seen is good for a while"
+
+
+def test_a_prefix_that_was_cached_meanwhile_is_noticed() -> None:
+    first, *others = (sequence_of([1]) for _ in range(100))
+    cached = dict.fromkeys(others, 5)
+    queue = queue_of(first, *others, cached=cached)
+    queue.take()
+    cached[first] = 9
+    for _ in range(LOOK_AGAIN_AFTER):
+        queue.take()
+    assert first not in queue, "and it is not yet the oldest one's turn"
+    assert LOOK_AGAIN_AFTER + 1 < OLDEST_EVERY
 
 
 def test_a_scope_with_many_requests_does_not_hold_up_one_with_few() -> None:
