@@ -59,7 +59,9 @@ class WorkerSettings(BaseSettings):
     # A hang-up is heard between steps: on two busy CPU cores 256 tokens of the default model took 1.3 s.
     step_tokens: int = Field(128, ge=1, description="most tokens computed in one engine step")
     max_running: int = Field(64, ge=1, description="most sequences that generate at once")
-    max_open: int = Field(1024, ge=1, description="most requests queued and running; one more is refused")
+    max_open: int = Field(
+        1024, ge=1, description="most texts queued and running, `n` of a request; one more is refused"
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="largest request body")
     drain_seconds: float = Field(5.0, ge=0, description="how long open requests may go on after a signal")
     check_when_idle: bool = Field(False, description="verify every cache invariant whenever idle")

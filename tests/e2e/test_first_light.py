@@ -85,6 +85,24 @@ def test_the_second_time_is_a_hit_with_the_same_text_and_a_smaller_bill(product:
         assert event["read_tokens"] == cached_tokens(completion)
 
 
+def test_several_choices_pay_for_their_prompt_once(product: Product) -> None:
+    before = product.stats()
+    raw = product.client().chat.completions.with_raw_response.create(
+        model=product.model, messages=long_conversation(5), temperature=1, seed=7, max_tokens=8, n=4
+    )
+    answer, request_id = raw.parse(), raw.headers["x-request-id"]
+    after = product.wait_for_stats(lambda stats: not stats.sequences_running)
+    assert answer.usage is not None
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert sorted(choice.index for choice in answer.choices) == [0, 1, 2, 3]
+    event = product.event_of(request_id)
+    computed = after.prompt_tokens_computed - before.prompt_tokens_computed
+    assert event["uncached_tokens"] == computed == prompt_tokens(answer) - cached_tokens(answer)
+    generated = after.output_tokens - before.output_tokens
+    assert event["output_tokens"] == generated == answer.usage.completion_tokens
+    assert generated > 8
+
+
 def test_a_second_turn_pays_for_what_is_new(product: Product) -> None:
     client, messages = product.client(), long_conversation(2)
     first, _ = complete(client, product.model, messages)
