@@ -54,7 +54,8 @@ class SegmentTensors:
 
     `rows` are places in the packed row, `slots` the pool slots of the segment's
     tokens (a slice where they lie side by side: a view instead of a copy).
-    `mask` is additive, `[group x rows, tokens]`, None where all see all.
+    `mask` is additive, `[group x rows, tokens]`, None where all see all; where it has
+    more rows, as many are computed and dropped.
     """
 
     rows: torch.Tensor | slice
@@ -89,15 +90,25 @@ class PagedCache:
 
 
 def causal_mask(
-    *, first: int, start: int, stop: int, group: int, dtype: torch.dtype, device: torch.device
+    *,
+    first: int,
+    num_rows: int,
+    start: int,
+    stop: int,
+    group: int,
+    row_multiple: int = 1,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Additive mask for queries at positions `first` to `stop` over keys `start` to `stop`.
+    """Additive mask for `num_rows` queries from position `first` on, over keys `start` to `stop`.
 
-    Shape `[group x (stop - first), stop - start]`: once per query head of a group.
+    Shape `[group x num_rows, stop - start]`: once per query head of a group; rows that hide
+    nothing follow, up to a multiple of `row_multiple`.
     """
-    visible = torch.ones(stop - first, stop - start, dtype=torch.bool, device=device).tril(first - start)
+    visible = torch.ones(num_rows, stop - start, dtype=torch.bool, device=device).tril(first - start)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-    return mask.repeat(group, 1)
+    mask = mask.repeat(group, 1)
+    return F.pad(mask, (0, 0, 0, -mask.shape[0] % row_multiple))
 
 
 def paged_attention(
@@ -155,13 +166,16 @@ def _attend_to(
     """
     keys, values = cache.pool.read(layer, segment.slots)
     folded = query.reshape(1, keys.shape[0], -1, query.shape[2])
+    num_folded = folded.shape[2]
+    if segment.mask is not None and segment.mask.shape[0] > num_folded:
+        folded = F.pad(folded, (0, 0, 0, segment.mask.shape[0] - num_folded))
     if softcap is not None:
-        capped, _ = capped_attention(folded, keys[None], values[None], segment.mask, scaling, softcap)
-        return capped.reshape(query.shape)
-    attended = F.scaled_dot_product_attention(
-        folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
-    )
-    return attended.reshape(query.shape)
+        attended, _ = capped_attention(folded, keys[None], values[None], segment.mask, scaling, softcap)
+    else:
+        attended = F.scaled_dot_product_attention(
+            folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
+        )
+    return attended[:, :, :num_folded].reshape(query.shape)
 
 
 def _attend_merging(

@@ -236,7 +236,8 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /v1/card`: who this worker is. A new `epoch` means that every block of the old one is gone.
 
     `uncached_reason` says why no prompt is ever found in cache here; None where prompts can be.
-    `adapters` are models of their own beside it: the fingerprint of each, by name.
+    `adapters` are models of their own beside it: the fingerprint of each, by name. `exact` is whether
+    logits, keys and values are the same bits with reuse as without.
     """
 
     model: str
@@ -251,6 +252,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     uncached_reason: str | None = None
     adapters: dict[str, str] = {}
+    exact: bool = False
     protocol_version: int = PROTOCOL_VERSION
 
     @property

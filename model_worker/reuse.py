@@ -138,7 +138,13 @@ def _in_two_parts(network: Any, token_ids: torch.Tensor) -> torch.Tensor:
     for start, stop in ((0, FIRST_PART), (FIRST_PART, TRIAL_TOKENS)):
         rows = torch.arange(start, stop, device=network.device)
         mask = causal_mask(
-            first=start, start=0, stop=stop, group=shape.group, dtype=network.dtype, device=network.device
+            first=start,
+            num_rows=stop - start,
+            start=0,
+            stop=stop,
+            group=shape.group,
+            dtype=network.dtype,
+            device=network.device,
         )
         segment = SegmentTensors(rows=slice(0, stop - start), slots=slice(0, stop), mask=mask)
         paged = PagedCache(pool, rows, [segment], merges=False)

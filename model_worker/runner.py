@@ -6,7 +6,9 @@ tables, positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,12 +36,29 @@ class Runner(Protocol):
         choice for its sequence and one for each of its forks."""
 
 
-class ModelRunner:
-    """Executes steps on one model and one KV pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """`tokens[start:stop]` of a text whose keys and values lie in `block_table`, computed in one step."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+    tokens: Items[int]
+    block_table: Items[int]
+    start: int
+    stop: int
+    samples: bool
+
+
+class ModelRunner:
+    """Executes steps on one model and one KV pool. `segments_of` says who attends to what together."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        segments_of: Callable[[list[Span], int], list[Segment]] = segments_of,
+    ) -> None:
         self._model = model
         self._cache = cache
+        self._segments_of = segments_of
         self._cache_argument = cache_argument(model.network)
         self._group = model.kv_shape.group
 
@@ -52,33 +71,32 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
-        logits = self._forward(step.chunks)
+        logits = self.forward([_part_of(chunk) for chunk in step.chunks])
         rows = iter(logits)
         return [next_tokens(chunk, next(rows)) if chunk.samples else [] for chunk in step.chunks]
 
-    def _forward(self, chunks: Items[Chunk]) -> torch.Tensor:
-        """Logits `[chunks that sample, vocab]` in float32."""
+    @torch.inference_mode()
+    def forward(self, parts: Items[Part]) -> torch.Tensor:
+        """Logits `[parts that sample, vocab]` in float32; their keys and values are in the pool."""
         device = self._model.device
         token_ids: list[int] = []
         positions: list[int] = []
         new_slots: list[torch.Tensor] = []
         spans: list[Span] = []
         last_rows: list[int] = []
-        for chunk in chunks:
-            lease = chunk.sequence.lease
-            assert lease is not None, "a scheduled sequence holds its blocks"
+        for part in parts:
             spans.append(
                 Span(
-                    block_table=lease.block_table,
+                    block_table=part.block_table,
                     first_row=len(token_ids),
-                    start=chunk.start,
-                    stop=chunk.stop,
+                    start=part.start,
+                    stop=part.stop,
                 )
             )
-            token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.stop])
-            positions.extend(range(chunk.start, chunk.stop))
-            new_slots.append(self._cache.slots(lease.block_table, chunk.start, chunk.stop))
-            if chunk.samples:
+            token_ids.extend(part.tokens[part.start : part.stop])
+            positions.extend(range(part.start, part.stop))
+            new_slots.append(self._cache.slots(part.block_table, part.start, part.stop))
+            if part.samples:
                 last_rows.append(len(token_ids) - 1)
         paged = self._paged_cache(spans, torch.cat(new_slots))
         output = self._model.network(
@@ -94,7 +112,7 @@ class ModelRunner:
         return logits.float()
 
     def _paged_cache(self, spans: list[Span], new_slots: torch.Tensor) -> PagedCache:
-        segments = segments_of(spans, self._cache.block_size)
+        segments = self._segments_of(spans, self._cache.block_size)
         num_rows = sum(span.num_rows for span in spans)
         return PagedCache(
             self._cache,
@@ -110,9 +128,11 @@ class ModelRunner:
         if segment.causal_from is not None:
             mask = causal_mask(
                 first=segment.causal_from,
+                num_rows=len(rows),
                 start=segment.start,
                 stop=segment.stop,
                 group=self._group,
+                row_multiple=segment.row_multiple,
                 dtype=self._model.dtype,
                 device=self._model.device,
             )
@@ -123,6 +143,18 @@ class ModelRunner:
             slots=self._cache.run(segment.block_table, segment.start, segment.stop),
             mask=mask,
         )
+
+
+def _part_of(chunk: Chunk) -> Part:
+    lease = chunk.sequence.lease
+    assert lease is not None, "a scheduled sequence holds its blocks"
+    return Part(
+        tokens=chunk.sequence.tokens,
+        block_table=lease.block_table,
+        start=chunk.start,
+        stop=chunk.stop,
+        samples=chunk.samples,
+    )
 
 
 def next_tokens(chunk: Chunk, logits: torch.Tensor) -> list[Choice | DeadEnd]:

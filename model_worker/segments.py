@@ -42,7 +42,8 @@ class Segment:
     """`rows` attend to tokens `start` to `stop` of a block table.
 
     `causal_from` is the position of the first row where later rows see more than
-    earlier ones; None where every row sees the whole segment.
+    earlier ones; None where every row sees the whole segment. A causal segment's query
+    rows are padded to a multiple of `row_multiple`.
     """
 
     rows: list[int]
@@ -50,6 +51,7 @@ class Segment:
     start: int
     stop: int
     causal_from: int | None = None
+    row_multiple: int = 1
 
 
 def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:

@@ -56,6 +56,9 @@ class WorkerSettings(BaseSettings):
     )
     max_index_mib: float = Field(512.0, ge=1, description="memory for the index of cached blocks, in MiB")
 
+    compute: Literal["fast", "exact"] = Field(
+        "fast", description="exact: reuse, batches and chunks change no bit of keys, values and logits"
+    )
     # A hang-up is heard between steps: on two busy CPU cores 256 tokens of the default model took 1.3 s.
     step_tokens: int = Field(128, ge=1, description="most tokens computed in one engine step")
     max_running: int = Field(64, ge=1, description="most sequences that generate at once")

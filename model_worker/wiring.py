@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from model_worker.adapters import Adapter, AdapterRunner, Adapters, adapters_of
 from model_worker.engine import Engine
+from model_worker.exact import computes_exactly, tiles_of
 from model_worker.kv_cache import KVCache
 from model_worker.models import (
     LoadedModel,
@@ -25,6 +26,7 @@ from model_worker.packed_linear import pack_linear_layers
 from model_worker.protocol import WorkerCard
 from model_worker.runner import ModelRunner, Runner
 from model_worker.scheduler import Scheduler
+from model_worker.segments import segments_of
 from model_worker.settings import WorkerSettings
 from model_worker.uncached import UncachedRunner
 from prefix_store.blocks import BlockNamer
@@ -80,7 +82,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     engine = Engine(
         scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
         store=store,
-        runner=_runner(model, adapters, num_blocks, settings.block_size),
+        runner=_runner(model, adapters, settings, num_blocks),
         tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
@@ -104,32 +106,42 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         epoch=secrets.token_hex(8),
         uncached_reason=model.uncached_reason,
         adapters=fingerprints,
+        exact=settings.compute == "exact",
     )
     return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
 
 
-def _runner(model: LoadedModel, adapters: list[Adapter], num_blocks: int, block_size: int) -> Runner:
+def _runner(model: LoadedModel, adapters: list[Adapter], settings: WorkerSettings, num_blocks: int) -> Runner:
     if not adapters:
-        return _plain_runner(model, num_blocks, block_size)
+        return _plain_runner(model, settings, num_blocks)
+    if settings.compute == "exact":
+        raise ModelUnavailable("HEADSTART_COMPUTE=exact: the layers of adapters cannot be computed exactly")
     # Before layers are packed: `peft` knows the plain ones.
     loaded = Adapters(model.network, adapters)
-    return AdapterRunner(_plain_runner(model, num_blocks, block_size), loaded)
+    return AdapterRunner(_plain_runner(model, settings, num_blocks), loaded)
 
 
-def _plain_runner(model: LoadedModel, num_blocks: int, block_size: int) -> Runner:
+def _plain_runner(model: LoadedModel, settings: WorkerSettings, num_blocks: int) -> Runner:
     if model.uncached_reason is not None:
+        if settings.compute == "exact":
+            raise ModelUnavailable(f"HEADSTART_COMPUTE=exact: {model.uncached_reason}")
         return UncachedRunner(model)
     pack_linear_layers(model.network)
+    if settings.compute == "exact" and not computes_exactly(model):
+        raise ModelUnavailable(
+            f"HEADSTART_COMPUTE=exact: on this machine ({model.device}, {model.dtype}, "
+            f"{torch.get_num_threads()} threads) a token's bits depend on what is computed beside it"
+        )
     cache = KVCache(
         num_layers=model.kv_shape.num_layers,
         num_kv_heads=model.kv_shape.num_kv_heads,
         head_dim=model.kv_shape.head_dim,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=settings.block_size,
         dtype=model.dtype,
         device=model.device,
     )
-    return ModelRunner(model, cache)
+    return ModelRunner(model, cache, tiles_of if settings.compute == "exact" else segments_of)
 
 
 def _device(settings: WorkerSettings) -> torch.device:

@@ -24,7 +24,15 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     query = torch.randn(1, 2, GROUP * (TOKENS - FIRST), HEAD_DIM)
     key, value = torch.randn(2, 1, 2, TOKENS, HEAD_DIM)
     device = torch.device("cpu")
-    mask = causal_mask(first=FIRST, start=0, stop=TOKENS, group=GROUP, dtype=torch.float32, device=device)
+    mask = causal_mask(
+        first=FIRST,
+        num_rows=TOKENS - FIRST,
+        start=0,
+        stop=TOKENS,
+        group=GROUP,
+        dtype=torch.float32,
+        device=device,
+    )
     return query, key, value, mask
 
 
