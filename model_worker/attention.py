@@ -9,12 +9,13 @@ position. The cache object writes keys and values into pool slots; the
 attention function then computes each segment's part over its slots. No mask is
 registered for our name, so `transformers` builds none (`masking_utils` returns
 early for custom implementations).
-Checked on transformers 5.24.
+Checked on transformers 5.17 and 5.24.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,15 @@ class SegmentTensors:
     tokens (a slice where they lie side by side: a view instead of a copy).
     `mask` is additive, `[group x rows, tokens]`, None where all see all; where it has
     more rows, as many are computed and dropped.
+
+    Short segments of one row each are computed in one batch: then `slots` has
+    `num_batched` times as many tokens, row by row, and `mask` is `[num_batched, 1, group, tokens]`.
     """
 
     rows: torch.Tensor | slice
     slots: torch.Tensor | slice
     mask: torch.Tensor | None
+    num_batched: int = 1
 
 
 class PagedCache:
@@ -69,18 +74,27 @@ class PagedCache:
     is_compileable = False
 
     def __init__(
-        self, pool: KVCache, new_slots: torch.Tensor, segments: list[SegmentTensors], *, merges: bool
+        self,
+        pool: KVCache,
+        new_slots: torch.Tensor,
+        segments: list[SegmentTensors],
+        *,
+        merges: bool,
+        before_layer: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_layer` is called in each layer, and may raise to end the pass."""
         self.pool = pool
         self.new_slots = new_slots
         self.segments = segments
         # Whether some row is in several segments.
         self.merges = merges
+        self._before_layer = before_layer
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `[1, num_kv_heads, n, head_dim]` new rows; returns them unchanged."""
+        self._before_layer()
         self.pool.write(layer, self.new_slots, keys[0], values[0])
         return keys, values
 
@@ -159,46 +173,68 @@ def _attend_to(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One segment's rows over its tokens: query and output `[heads, n, head_dim]`.
-
-    Query heads that share a key head are folded into the query length, so keys
-    and values are never repeated in memory.
-    """
-    keys, values = cache.pool.read(layer, segment.slots)
-    folded = query.reshape(1, keys.shape[0], -1, query.shape[2])
+    """One segment's rows over its tokens: query and output `[heads, n, head_dim]`."""
+    keys, values = _read(cache, layer, segment)
+    folded = _folded(query, keys.shape[1], segment.num_batched)
     num_folded = folded.shape[2]
-    if segment.mask is not None and segment.mask.shape[0] > num_folded:
-        folded = F.pad(folded, (0, 0, 0, segment.mask.shape[0] - num_folded))
+    if segment.mask is not None and segment.mask.shape[-2] > num_folded:
+        folded = F.pad(folded, (0, 0, 0, segment.mask.shape[-2] - num_folded))
     if softcap is not None:
-        attended, _ = capped_attention(folded, keys[None], values[None], segment.mask, scaling, softcap)
+        attended, _ = capped_attention(folded, keys, values, segment.mask, scaling, softcap)
     else:
-        attended = F.scaled_dot_product_attention(
-            folded, keys[None], values[None], attn_mask=segment.mask, scale=scaling
-        )
-    return attended[:, :, :num_folded].reshape(query.shape)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=segment.mask, scale=scaling)
+    return _unfolded(attended[:, :, :num_folded], query.shape[1])
 
 
 def _attend_merging(
     cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor:
     """Rows in several segments: parts are weighted by their share of the softmax's denominator."""
-    num_heads, num_rows, head_dim = query.shape
+    num_heads, num_rows, _ = query.shape
     output = query.new_zeros(query.shape, dtype=torch.float32)
     total = query.new_full((num_heads, num_rows), float("-inf"), dtype=torch.float32)
     for segment in cache.segments:
-        keys, values = cache.pool.read(layer, segment.slots)
+        keys, values = _read(cache, layer, segment)
         rows = query[:, segment.rows]
-        folded = rows.reshape(1, keys.shape[0], -1, head_dim)
-        part, log_sum = attention_with_log_sum(
-            folded, keys[None], values[None], segment.mask, scaling, softcap
-        )
-        part, log_sum = part.reshape(rows.shape).float(), log_sum.reshape(rows.shape[:2])
+        folded = _folded(rows, keys.shape[1], segment.num_batched)
+        attended, log_sums = attention_with_log_sum(folded, keys, values, segment.mask, scaling, softcap)
+        part = _unfolded(attended, rows.shape[1]).float()
+        log_sum = _unfolded(log_sums[..., None], rows.shape[1])[..., 0]
         before = total[:, segment.rows]
         after = torch.logaddexp(before, log_sum)
         kept = (before - after).exp()[..., None] * output[:, segment.rows]
         output[:, segment.rows] = kept + (log_sum - after).exp()[..., None] * part
         total[:, segment.rows] = after
     return output.to(query.dtype)
+
+
+def _read(cache: PagedCache, layer: int, segment: SegmentTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two `[num_batched, num_kv_heads, tokens, head_dim]`."""
+    keys, values = cache.pool.read(layer, segment.slots)
+    if segment.num_batched == 1:
+        return keys[None], values[None]
+    batch = (keys.shape[0], segment.num_batched, -1, keys.shape[2])
+    return keys.view(batch).transpose(0, 1), values.view(batch).transpose(0, 1)
+
+
+def _folded(query: torch.Tensor, num_kv_heads: int, num_batched: int) -> torch.Tensor:
+    """`[heads, n, head_dim]` as `[num_batched, num_kv_heads, group x n / num_batched, head_dim]`.
+
+    Query heads that share a key head are folded into the query length, so keys
+    and values are never repeated in memory.
+    """
+    if num_batched == 1:
+        return query.reshape(1, num_kv_heads, -1, query.shape[2])
+    by_member = query.reshape(num_kv_heads, -1, num_batched, query.shape[2])
+    return by_member.permute(2, 0, 1, 3)
+
+
+def _unfolded(folded: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The inverse of `_folded`, for any last dimension."""
+    num_batched, num_kv_heads, _, size = folded.shape
+    if num_batched == 1:
+        return folded.reshape(-1, num_rows, size)
+    return folded.permute(1, 2, 0, 3).reshape(-1, num_rows, size)
 
 
 def attention_with_log_sum(
@@ -209,7 +245,10 @@ def attention_with_log_sum(
     scaling: float | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention `[1, heads, n, head_dim]` and the log-sum-exp of its scores, float32 `[1, heads, n]`."""
+    """Attention `[b, heads, n, head_dim]` and the log-sum-exp of its scores, float32 `[b, heads, n]`.
+
+    `mask` broadcasts to `[b, heads, n, tokens]`.
+    """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
     if query.device.type == "cpu":

@@ -16,7 +16,7 @@ from model_worker.settings import WorkerSettings
 from model_worker.wiring import build_worker
 from tests.engines import EngineDriver, prompt_of, running_engine
 from tests.near_ties import count_near_ties, greedy_of, plain_twin
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import UNCACHED_FAMILIES, tiny, tiny_llama
 
 # peft 0.21 asks transformers 5.24 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -128,6 +128,21 @@ def test_preemption_and_several_texts_change_nothing(
     assert parted <= 1
     assert stats.preemptions > 0
     assert stats.blocks_held == 0
+
+
+def test_a_model_that_is_served_uncached_has_adapters_too(tmp_path: Path) -> None:
+    windowed = UNCACHED_FAMILIES["mistral, windowed"]
+    folder = save_adapter(tmp_path / "poet", tiny(windowed, tmp_path), 0, target_modules=LAYERS["poet"])
+    plain = tiny(windowed, tmp_path, attention=None)
+    twin = tiny(windowed, tmp_path, attention=None)
+    PeftModel.from_pretrained(twin.network, str(folder))
+    prompt = prompt_of(60)
+    with running_engine(tiny(windowed, tmp_path), adapters=f"poet={folder}") as driver:
+        both = [driver.submit(prompt, adapter=name, max_tokens=MAX_TOKENS) for name in (None, "poet")]
+        texts = [generation.wait().tokens for generation in both]
+    assert texts[0] != texts[1]
+    for network, text in zip((plain, twin), texts, strict=True):
+        assert count_near_ties(network, prompt, text, greedy_of(network, prompt, MAX_TOKENS)) == 0
 
 
 def test_an_adapter_that_is_not_there_is_refused(driver: EngineDriver) -> None:
