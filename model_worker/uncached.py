@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from model_worker.models import LoadedModel
-from model_worker.reuse import TOLERANCES, relative_distance, trial_tokens
+from model_worker.reuse import relative_distance, trial_tokens
 from model_worker.runner import next_tokens
 from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
@@ -29,6 +29,10 @@ from prefix_store.leases import Lease, RowCopy
 STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """What models call their cache, as an argument and in what they return; it differs by model and release.
 One that has none is computed anew each time."""
+
+
+CHUNK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
+"""How far logits may be apart in the trial of chunks. Rounding alone that fails it makes slow, not wrong."""
 
 
 class UncachedRunner:
@@ -101,4 +105,4 @@ class UncachedRunner:
             parts, _ = self._compute(tokens, half, len(tokens), state)
         except (RuntimeError, ValueError):
             return False
-        return relative_distance(parts, whole) <= TOLERANCES[self._model.dtype]
+        return relative_distance(parts, whole) <= CHUNK_TOLERANCES[self._model.dtype]

@@ -106,8 +106,11 @@ def test_several_texts_of_one_prompt_compute_it_once(windowed: LoadedModel) -> N
     assert computed == 3 * 50 + 1
 
 
-def test_a_model_that_forgets_its_state_in_chunks_goes_on_token_by_token(tmp_path: Path) -> None:
-    mamba = UncachedRunner(tiny(UNCACHED_FAMILIES["mamba"], tmp_path))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_forgets_its_state_in_chunks_goes_on_token_by_token(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    mamba = UncachedRunner(tiny(UNCACHED_FAMILIES["mamba"], tmp_path, dtype=dtype))
     windowed = UncachedRunner(tiny(UNCACHED_FAMILIES["mistral, windowed"], tmp_path))
     assert list(mamba._pieces(8, 11)) == [(8, 9), (9, 10), (10, 11)]
     assert list(mamba._pieces(0, 11)) == list(windowed._pieces(0, 11)) == [(0, 11)]
