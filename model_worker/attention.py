@@ -55,8 +55,8 @@ class SegmentTensors:
 
     `rows` are places in the packed row, `slots` the pool slots of the segment's
     tokens (a slice where they lie side by side: a view instead of a copy).
-    `mask` is additive, `[group x rows, tokens]`, None where all see all; where it has
-    more rows, as many are computed and dropped.
+    `mask` is additive, `[group x rows + num_padding, tokens]`, None where all see all:
+    after a group's rows `num_padding` more are computed and dropped.
 
     Short segments of one row each are computed in one batch: then `slots` has
     `num_batched` times as many tokens, row by row, and `mask` is `[num_batched, 1, group, tokens]`.
@@ -66,6 +66,7 @@ class SegmentTensors:
     slots: torch.Tensor | slice
     mask: torch.Tensor | None
     num_batched: int = 1
+    num_padding: int = 0
 
 
 class PagedCache:
@@ -139,7 +140,7 @@ def paged_attention(
 
     Raises `UnsupportedAttention` for an argument that would change the result and is not known here.
     """
-    _refuse_unknown(kwargs)
+    _refuse_unknown({"a mask of its own": attention_mask, **kwargs})
     cache: PagedCache = kwargs["paged"]
     layer: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_merging if cache.merges else _attend
@@ -176,9 +177,7 @@ def _attend_to(
     """One segment's rows over its tokens: query and output `[heads, n, head_dim]`."""
     keys, values = _read(cache, layer, segment)
     folded = _folded(query, keys.shape[1], segment.num_batched)
-    num_folded = folded.shape[2]
-    if segment.mask is not None and segment.mask.shape[-2] > num_folded:
-        folded = F.pad(folded, (0, 0, 0, segment.mask.shape[-2] - num_folded))
+    folded, num_folded = _padded(folded, segment.num_padding), folded.shape[2]
     if softcap is not None:
         attended, _ = capped_attention(folded, keys, values, segment.mask, scaling, softcap)
     else:
@@ -189,23 +188,31 @@ def _attend_to(
 def _attend_merging(
     cache: PagedCache, layer: int, query: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor:
-    """Rows in several segments: parts are weighted by their share of the softmax's denominator."""
+    """Rows in several segments: parts are weighted by their share of the softmax's denominator.
+
+    A row's bits depend on its own parts and their order alone. Of what is computed here
+    only `exp` is rounded in a way of its own, and it gives a number the same bits
+    wherever it stands in a tensor; `logaddexp` does not.
+    """
     num_heads, num_rows, _ = query.shape
     output = query.new_zeros(query.shape, dtype=torch.float32)
-    total = query.new_full((num_heads, num_rows), float("-inf"), dtype=torch.float32)
+    weight = query.new_zeros((num_heads, num_rows, 1), dtype=torch.float32)
+    largest = torch.full_like(weight, float("-inf"))
     for segment in cache.segments:
         keys, values = _read(cache, layer, segment)
         rows = query[:, segment.rows]
         folded = _folded(rows, keys.shape[1], segment.num_batched)
+        folded, num_folded = _padded(folded, segment.num_padding), folded.shape[2]
         attended, log_sums = attention_with_log_sum(folded, keys, values, segment.mask, scaling, softcap)
-        part = _unfolded(attended, rows.shape[1]).float()
-        log_sum = _unfolded(log_sums[..., None], rows.shape[1])[..., 0]
-        before = total[:, segment.rows]
-        after = torch.logaddexp(before, log_sum)
-        kept = (before - after).exp()[..., None] * output[:, segment.rows]
-        output[:, segment.rows] = kept + (log_sum - after).exp()[..., None] * part
-        total[:, segment.rows] = after
-    return output.to(query.dtype)
+        part = _unfolded(attended[:, :, :num_folded], rows.shape[1]).float()
+        log_sum = _unfolded(log_sums[:, :, :num_folded, None], rows.shape[1])
+        before = largest[:, segment.rows]
+        after = torch.maximum(before, log_sum)
+        kept, added = (before - after).exp_(), (log_sum - after).exp_()
+        output[:, segment.rows] = kept * output[:, segment.rows] + added * part
+        weight[:, segment.rows] = kept * weight[:, segment.rows] + added
+        largest[:, segment.rows] = after
+    return (output / weight).to(query.dtype)
 
 
 def _read(cache: PagedCache, layer: int, segment: SegmentTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,9 +236,13 @@ def _folded(query: torch.Tensor, num_kv_heads: int, num_batched: int) -> torch.T
     return by_member.permute(2, 0, 1, 3)
 
 
+def _padded(folded: torch.Tensor, num_padding: int) -> torch.Tensor:
+    return F.pad(folded, (0, 0, 0, num_padding)) if num_padding else folded
+
+
 def _unfolded(folded: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The inverse of `_folded`, for any last dimension."""
-    num_batched, num_kv_heads, _, size = folded.shape
+    num_batched, size = folded.shape[0], folded.shape[3]
     if num_batched == 1:
         return folded.reshape(-1, num_rows, size)
     return folded.permute(1, 2, 0, 3).reshape(-1, num_rows, size)

@@ -37,7 +37,7 @@ from model_worker.protocol import (
 )
 from model_worker.runner import Runner
 from model_worker.sampling import Choice, DeadEnd, Sampler
-from model_worker.scheduler import Scheduler, Step
+from model_worker.scheduler import Scheduler, Step, StepAbandoned
 from model_worker.sequence import Sequence
 from model_worker.structured import StructureCompiler, StructureRefused, Vocabulary
 from prefix_store.blocks import with_adapter
@@ -320,8 +320,13 @@ class Engine:
         self._runner.copy(step.copies)
         if not step.chunks:
             return  # whoever was to begin found no room beside others that wait: it has given up its blocks
+        waiting_for_it = {chunk.sequence.request.request_id for chunk in step.chunks}
+        # Without the lock: a set that another thread adds to may be looked at, and the next look sees more.
+        step.is_abandoned = lambda: waiting_for_it <= self._inbox.cancelled
         try:
             chosen = self._runner.execute(step)
+        except StepAbandoned:
+            return  # the inbox ends those requests
         except RuntimeError as error:  # what torch raises, running out of memory included
             log.exception("step_failed", num_chunks=len(step.chunks))
             self._fail_step(step, f"the forward pass failed: {error}")

@@ -18,7 +18,7 @@ from model_worker.kv_cache import KVCache
 from model_worker.models import LoadedModel
 from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
-from model_worker.segments import Segment, Span, segments_of
+from model_worker.segments import Segment, Span, segments_of, split_off_short
 from prefix_store.leases import Lease, RowCopy
 
 
@@ -71,12 +71,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
-        logits = self.forward([_part_of(chunk) for chunk in step.chunks])
+        logits = self.forward([_part_of(chunk) for chunk in step.chunks], step.go_on_or_raise)
         rows = iter(logits)
         return [next_tokens(chunk, next(rows)) if chunk.samples else [] for chunk in step.chunks]
 
     @torch.inference_mode()
-    def forward(self, parts: Items[Part]) -> torch.Tensor:
+    def forward(self, parts: Items[Part], before_layer: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Logits `[parts that sample, vocab]` in float32; their keys and values are in the pool."""
         device = self._model.device
         token_ids: list[int] = []
@@ -98,7 +98,7 @@ class ModelRunner:
             new_slots.append(self._cache.slots(part.block_table, part.start, part.stop))
             if part.samples:
                 last_rows.append(len(token_ids) - 1)
-        paged = self._paged_cache(spans, torch.cat(new_slots))
+        paged = self._paged_cache(spans, torch.cat(new_slots), before_layer)
         output = self._model.network(
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -111,14 +111,39 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, : len(last_rows)]
         return logits.float()
 
-    def _paged_cache(self, spans: list[Span], new_slots: torch.Tensor) -> PagedCache:
+    def _paged_cache(
+        self, spans: list[Span], new_slots: torch.Tensor, before_layer: Callable[[], None]
+    ) -> PagedCache:
         segments = self._segments_of(spans, self._cache.block_size)
         num_rows = sum(span.num_rows for span in spans)
+        short, others = split_off_short(segments)
+        tensors = [self._segment_tensors(segment) for segment in others]
+        if short:
+            tensors.append(self._batch_tensors(short))
         return PagedCache(
             self._cache,
             new_slots,
-            [self._segment_tensors(segment) for segment in segments],
+            tensors,
             merges=sum(len(segment.rows) for segment in segments) > num_rows,
+            before_layer=before_layer,
+        )
+
+    def _batch_tensors(self, segments: list[Segment]) -> SegmentTensors:
+        """Single rows, each over tokens of its own, padded to the longest with slots that nobody sees."""
+        device = self._model.device
+        lengths = torch.tensor([segment.stop - segment.start for segment in segments], device=device)
+        slots = torch.nn.utils.rnn.pad_sequence(
+            [self._cache.slots(each.block_table, each.start, each.stop) for each in segments],
+            batch_first=True,
+        )
+        hidden = torch.arange(slots.shape[1], device=device) >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return SegmentTensors(
+            rows=torch.tensor([segment.rows[0] for segment in segments], device=device),
+            slots=slots.flatten(),
+            mask=mask.expand(-1, 1, self._group, -1),
+            num_batched=len(segments),
         )
 
     def _segment_tensors(self, segment: Segment) -> SegmentTensors:
@@ -142,6 +167,7 @@ class ModelRunner:
             else torch.tensor(rows, device=self._model.device),
             slots=self._cache.run(segment.block_table, segment.start, segment.stop),
             mask=mask,
+            num_padding=-len(rows) * self._group % segment.row_multiple,
         )
 
 

@@ -17,6 +17,7 @@ meanwhile.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from model_worker.protocol import Started, TierTokens
@@ -52,15 +53,28 @@ class Chunk:
         return self.stop == len(self.sequence.tokens)
 
 
+class StepAbandoned(Exception):
+    """Nobody waits for a step any more; nothing of it was committed."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One step's work. Copies come before chunks and are executed in order."""
+    """One step's work. Copies come before chunks and are executed in order.
+
+    `is_abandoned` is asked now and then while it is computed, from the same thread.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[RowCopy] = field(default_factory=list)
     begun: list[Sequence] = field(default_factory=list)
     prefills: list[Sequence] = field(default_factory=list)
+    is_abandoned: Callable[[], bool] = lambda: False
     budget: int
+
+    def go_on_or_raise(self) -> None:
+        """Raises `StepAbandoned` when nobody waits any more."""
+        if self.is_abandoned():
+            raise StepAbandoned
 
     @property
     def may_begin(self) -> bool:

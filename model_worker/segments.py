@@ -18,6 +18,10 @@ from dataclasses import dataclass
 MIN_SHARED_BLOCKS = 4
 """Below this a shared segment saves less than its merge costs."""
 
+MAX_BATCHED_TOKENS = 256
+"""Single rows over no more tokens than this are computed in one batch: copying them together costs less
+than a call for each. Longer ones are read where they lie."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -42,8 +46,8 @@ class Segment:
     """`rows` attend to tokens `start` to `stop` of a block table.
 
     `causal_from` is the position of the first row where later rows see more than
-    earlier ones; None where every row sees the whole segment. A causal segment's query
-    rows are padded to a multiple of `row_multiple`.
+    earlier ones; None where every row sees the whole segment. The rows of each key
+    head's queries are padded to a multiple of `row_multiple`.
     """
 
     rows: list[int]
@@ -71,6 +75,19 @@ def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:
         else:
             segments.extend(_shared(group, shared * block_size))
     return segments
+
+
+def split_off_short(segments: Items[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """Segments that are computed in one batch, none or two at least, and the others."""
+    short = [one for one in segments if _is_short(one)]
+    if len(short) == 1:
+        return [], list(segments)
+    return short, [one for one in segments if not _is_short(one)]
+
+
+def _is_short(segment: Segment) -> bool:
+    single = len(segment.rows) == 1 and segment.causal_from is None
+    return single and segment.stop - segment.start <= MAX_BATCHED_TOKENS
 
 
 def _whole(span: Span) -> Segment:

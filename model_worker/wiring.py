@@ -80,7 +80,12 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     # A sequence alone must always fit, or it could wait for ever.
     context_window_tokens = min(model.kv_shape.context_window_tokens, num_blocks * settings.block_size)
     engine = Engine(
-        scheduler=Scheduler(store, step_tokens=settings.step_tokens, max_running=settings.max_running),
+        scheduler=Scheduler(
+            store,
+            step_tokens=settings.step_tokens,
+            decode_step_tokens=settings.decode_step_tokens,
+            max_running=settings.max_running,
+        ),
         store=store,
         runner=_runner(model, adapters, settings, num_blocks),
         tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,19 @@ import torch
 
 from model_worker.engine import RequestRefused
 from model_worker.models import LoadedModel
-from model_worker.protocol import Failed, Finished, Prefilled, Started, Token
+from model_worker.protocol import (
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Prefilled,
+    SamplingParams,
+    Started,
+    Token,
+)
 from model_worker.settings import WorkerSettings
 from model_worker.wiring import build_worker
-from tests.engines import DEADLINE_SECONDS, EngineDriver, Generation, prompt_of, running_engine
+from tests.engines import DEADLINE_SECONDS, SCOPE, EngineDriver, Generation, prompt_of, running_engine
 from tests.near_ties import count_near_ties, greedy_of, plain_twin
 
 
@@ -353,3 +363,41 @@ def test_no_tenant_flushes_another_or_keeps_more_than_its_share(
             driver.generate(prompt_of(10 * 16, seed), max_tokens=1, scope="bb")
         again = driver.generate([*prompt_of(10 * 16), 1], max_tokens=1, scope="aa")
     assert again.started.cached.total == kept
+
+
+def test_a_step_that_nobody_waits_for_any_more_ends_at_the_next_layer(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=2048) as driver:
+        given_up = GenerateRequest(
+            request_id="given-up",
+            scope=SCOPE,
+            token_ids=prompt_of(1500),
+            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        # `Started` comes from the engine's own thread, right before the step that computes the prompt.
+        driver.engine.submit(given_up, lambda _: driver.engine.cancel("given-up"))
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while driver.engine.stats.requests_cancelled == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        stats = driver.idle_stats()
+        assert (stats.prompt_tokens_computed, stats.steps) == (1, 1), "only what idle_stats asks for"
+        # Nothing that the step had begun to write can be found.
+        assert driver.generate(prompt_of(1500), max_tokens=1).started.cached.total == 0
+
+
+def test_a_step_goes_on_for_the_one_who_still_waits(tiny_model: LoadedModel) -> None:
+    with running_engine(tiny_model, kv_cache_blocks=256, step_tokens=2048) as driver:
+        expected = driver.generate(prompt_of(700, seed=1), cache="bypass").tokens
+        given_up = GenerateRequest(
+            request_id="given-up",
+            scope=SCOPE,
+            token_ids=prompt_of(700),
+            sampling=SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True),
+        )
+
+        def give_up(event: Event) -> None:
+            if isinstance(event, Started):
+                driver.engine.cancel("given-up")
+
+        driver.engine.submit(given_up, give_up)
+        assert driver.generate(prompt_of(700, seed=1)).tokens == expected

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from model_worker.attention import attention_with_log_sum
 from model_worker.kv_cache import KVCache, KVCacheTooLarge
-from model_worker.segments import MIN_SHARED_BLOCKS, Segment, Span, segments_of
+from model_worker.segments import (
+    MAX_BATCHED_TOKENS,
+    MIN_SHARED_BLOCKS,
+    Segment,
+    Span,
+    segments_of,
+    split_off_short,
+)
 
 BLOCK_SIZE = 4
 
@@ -74,6 +81,28 @@ def test_decoding_sequences_attend_to_what_they_share_together() -> None:
     assert (common.rows, common.stop) == ([0, 1, 2], len(shared) * BLOCK_SIZE)
     assert [segment.rows for segment in own] == [[0], [1], [2]]
     assert [segment.start for segment in own] == [common.stop] * 3
+
+
+@given(steps())
+def test_splitting_off_short_segments_loses_none(spans: list[Span]) -> None:
+    segments = segments_of(spans, BLOCK_SIZE)
+    short, others = split_off_short(segments)
+    assert len(short) != 1, "a batch of one is only a detour"
+    assert all(len(segment.rows) == 1 for segment in short)
+    assert sorted(map(id, short + others)) == sorted(map(id, segments))
+
+
+def test_long_contexts_are_read_where_they_lie() -> None:
+    def decoding(row: int, num_tokens: int) -> Span:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        table = range(1000 * row, 1000 * row + num_blocks)
+        return Span(block_table=table, first_row=row, start=num_tokens - 1, stop=num_tokens)
+
+    lengths = [9, MAX_BATCHED_TOKENS + 1, MAX_BATCHED_TOKENS]
+    spans = [decoding(row, length) for row, length in enumerate(lengths)]
+    short, others = split_off_short(segments_of(spans, BLOCK_SIZE))
+    assert [segment.stop for segment in short] == [9, MAX_BATCHED_TOKENS]
+    assert [segment.stop for segment in others] == [MAX_BATCHED_TOKENS + 1]
 
 
 def test_blocks_side_by_side_are_read_without_a_copy() -> None:
