@@ -33,7 +33,6 @@ from model_worker.segments import segments_of
 from model_worker.settings import WorkerSettings
 
 BLOCK_SIZE = 16
-STEP_TOKENS = 128
 PREFIX_TOKENS = 1600
 SUFFIX_TOKENS = 12
 SEQUENCES = 8
@@ -68,7 +67,7 @@ def runner_of(model: LoadedModel, mode: str) -> ModelRunner:
     return ModelRunner(model, cache, tiles_of if mode == "exact" else segments_of)
 
 
-def cases() -> list[Case]:
+def cases(step_tokens: int) -> list[Case]:
     tokens = random_tokens(0, PREFIX_TOKENS + 100)
     prefix_blocks = PREFIX_TOKENS // BLOCK_SIZE
     private = 8
@@ -80,8 +79,8 @@ def cases() -> list[Case]:
     each_its_own = [list(range(first, first + own)) for first in range(0, SEQUENCES * own, own)]
 
     def prefill(runner: ModelRunner) -> None:
-        for start in range(0, PREFIX_TOKENS, STEP_TOKENS):
-            stop = min(PREFIX_TOKENS, start + STEP_TOKENS)
+        for start in range(0, PREFIX_TOKENS, step_tokens):
+            stop = min(PREFIX_TOKENS, start + step_tokens)
             runner.forward([part(tokens, on_one_prefix[0], start, stop)])
 
     def hit(runner: ModelRunner) -> None:
@@ -121,10 +120,10 @@ def part(tokens: list[int], table: list[int], start: int, stop: int) -> Part:
     return Part(tokens=tokens, block_table=table, start=start, stop=stop, samples=True)
 
 
-def measure(model: LoadedModel, rounds: int) -> list[dict[str, object]]:
+def measure(model: LoadedModel, rounds: int, step_tokens: int) -> list[dict[str, object]]:
     runners = {mode: runner_of(model, mode) for mode in ("fast", "exact")}
     found: list[dict[str, object]] = []
-    for case in cases():
+    for case in cases(step_tokens):
         milliseconds: dict[str, list[float]] = {mode: [] for mode in runners}
         for number in range(rounds + 1):
             for mode in runners if number % 2 else reversed(runners):
@@ -151,7 +150,7 @@ def main() -> int:
     if not computes_exactly(model):
         console.print("[red]missed[/red] on this machine a token's bits depend on what is computed beside it")
         return 1
-    found = measure(model, 2 if quick else 7)
+    found = measure(model, 2 if quick else 7, settings.step_tokens)
     table = Table(title="Exact mode, one thread, float32 (processor time, medians)")
     for heading in ("what", "fast", "exact", "ratio", "rounds"):
         table.add_column(heading, justify="left" if heading == "what" else "right")

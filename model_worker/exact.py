@@ -10,21 +10,24 @@ is in them, nor on where the row stands. Two things decide that:
   packed weights and in bfloat16, add the same numbers in the same order for any
   number of rows. That is a property of a machine's kernels: `computes_exactly`
   tries the model out on this one.
-- Attention. Its sums run over keys, so every row attends to a number of keys that
-  its position alone decides: up to the end of its tile of `TILE_TOKENS`, with what
-  lies behind the row hidden. Below four query rows a kernel takes other steps, so
-  there are always `ROW_MULTIPLE`, or a multiple of it.
+- Attention. Its sums run over keys, so which keys are summed together is decided by
+  the row's position alone: each full span of `SPAN_TOKENS` before it, and its own span
+  up to the end of the row's tile of `TILE_TOKENS`, with what lies behind the row
+  hidden. The parts are merged in this order. Below four query rows a kernel takes
+  other steps, so there are always `ROW_MULTIPLE`, or a multiple of it.
 
 So a hit, a chunk, a neighbour or a preemption changes nothing, and decoding a
-token gives what prefilling it would: its block may be shared like any other.
-Shared-prefix attention merges parts that depend on who shares: exact mode has none.
+token gives what prefilling it would: its block may be shared like any other. Rows
+whose texts have the blocks of a full span in common attend to it together.
 The idea of kernels that do not depend on the batch: "Defeating Nondeterminism in
 LLM Inference", Thinking Machines 2025.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,21 +36,46 @@ from model_worker.models import LoadedModel
 from model_worker.runner import ModelRunner, Part
 from model_worker.segments import Segment, Span
 
+SPAN_TOKENS = 512
 TILE_TOKENS = 128
 ROW_MULTIPLE = 8
 
-TRIAL_TOKENS = TILE_TOKENS + 12
+TRIAL_START = SPAN_TOKENS - 30
+"""The trial's texts begin here, behind keys and values made up."""
+TRIAL_STOP = TRIAL_START + TILE_TOKENS + 40
 TRIAL_BLOCK_TOKENS = 16
-TRIAL_CUTS = (1, 4, 9, 64, 65, 67, 128, 129, TRIAL_TOKENS)
+TRIAL_PIECES = (1, 3, 5, 25, 1, 2, 57, 64)
+"""Tokens of the pieces; what is left is the last one."""
 
 
 def tiles_of(spans: Iterable[Span], block_size: int) -> list[Segment]:
-    """Segments whose shape depends on positions alone: `segments_of` for exact mode."""
-    del block_size
-    return [tile for span in spans for tile in _tiles(span)]
+    """Segments whose shape depends on positions alone: `segments_of` for exact mode.
+
+    A row's parts come in the order of their keys.
+    """
+    full: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    own: list[Segment] = []
+    for span in spans:
+        for tile in _tiles(span):
+            own.append(tile)
+            for start in range(0, tile.start, SPAN_TOKENS):
+                blocks = span.block_table[start // block_size : -(-(start + SPAN_TOKENS) // block_size)]
+                full[start, tuple(blocks)] += tile.rows
+    return [
+        *(_full_span(start % block_size, blocks, rows) for (start, blocks), rows in sorted(full.items())),
+        *own,
+    ]
+
+
+def _full_span(first: int, blocks: tuple[int, ...], rows: list[int]) -> Segment:
+    """`first` is where the span begins in its first block: block sizes need not divide spans."""
+    return Segment(
+        rows=rows, block_table=blocks, start=first, stop=first + SPAN_TOKENS, row_multiple=ROW_MULTIPLE
+    )
 
 
 def _tiles(span: Span) -> Iterator[Segment]:
+    """A span's rows, each with the keys of its own `SPAN_TOKENS`."""
     start = span.start
     while start < span.stop:
         tile_end = (start // TILE_TOKENS + 1) * TILE_TOKENS
@@ -56,7 +84,7 @@ def _tiles(span: Span) -> Iterator[Segment]:
         yield Segment(
             rows=list(range(first_row, first_row + stop - start)),
             block_table=span.block_table,
-            start=0,
+            start=start // SPAN_TOKENS * SPAN_TOKENS,
             stop=tile_end,
             causal_from=start,
             row_multiple=ROW_MULTIPLE,
@@ -71,10 +99,10 @@ def computes_exactly(model: LoadedModel) -> bool:
 
 
 class _Trial:
-    """One text and a stranger in a small pool of their own."""
+    """Two texts with one made-up beginning, in a small pool of their own."""
 
     def __init__(self, model: LoadedModel) -> None:
-        num_blocks = -(-TRIAL_TOKENS // TRIAL_BLOCK_TOKENS)
+        num_blocks = -(-TRIAL_STOP // TRIAL_BLOCK_TOKENS)
         shape = model.kv_shape
         self._cache = KVCache(
             num_layers=shape.num_layers,
@@ -88,29 +116,34 @@ class _Trial:
         self._runner = ModelRunner(model, self._cache, tiles_of)
         draws = torch.Generator().manual_seed(0)
         self._text, self._stranger = torch.randint(
-            model.vocab_size, (2, TRIAL_TOKENS), generator=draws
+            model.vocab_size, (2, TRIAL_STOP), generator=draws
         ).tolist()
         self._tables = [list(range(first * num_blocks, (first + 1) * num_blocks)) for first in range(3)]
+        self._tables[1].reverse()
+        for tensor in (self._cache.keys, self._cache.values):
+            beginning = torch.randn(*tensor.shape[:2], TRIAL_START, tensor.shape[3], generator=draws)
+            for table in self._tables:
+                tensor[:, :, self._cache.slots(table, 0, TRIAL_START)] = beginning.to(tensor)
 
     def alone(self) -> tuple[torch.Tensor, ...]:
-        table = self._tables[0]
-        self._runner.forward([_part(self._text, table, 0, TILE_TOKENS)])
-        logits = self._runner.forward([_part(self._text, table, TILE_TOKENS, TRIAL_TOKENS)])
+        table, middle = self._tables[0], TRIAL_START + TILE_TOKENS
+        self._runner.forward([_part(self._text, table, TRIAL_START, middle)])
+        logits = self._runner.forward([_part(self._text, table, middle, TRIAL_STOP)])
         return logits[0], *self._written(table)
 
     def in_company(self) -> tuple[torch.Tensor, ...]:
         """In pieces, the stranger's before and after them by turns, in blocks that do not lie in order."""
-        table = self._tables[1][::-1]
-        before = 0
-        for turn, cut in enumerate(TRIAL_CUTS):
-            parts = [_part(self._text, table, before, cut)]
-            parts.insert(turn % 2, _part(self._stranger, self._tables[2], 0, 1 + 5 * turn))
+        own, others = self._tables[1:]
+        cuts = [*accumulate(TRIAL_PIECES, initial=TRIAL_START), TRIAL_STOP]
+        for turn, (start, stop) in enumerate(pairwise(cuts)):
+            parts = [_part(self._text, own, start, stop)]
+            first = TRIAL_START + 7 * turn
+            parts.insert(turn % 2, _part(self._stranger, others, first, first + 1 + 3 * turn))
             logits = self._runner.forward(parts)[1 - turn % 2]
-            before = cut
-        return logits, *self._written(table)
+        return logits, *self._written(own)
 
     def _written(self, table: list[int]) -> tuple[torch.Tensor, ...]:
-        slots = self._cache.slots(table, 0, TRIAL_TOKENS)
+        slots = self._cache.slots(table, TRIAL_START, TRIAL_STOP)
         return self._cache.keys[:, :, slots], self._cache.values[:, :, slots]
 
 

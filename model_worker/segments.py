@@ -86,7 +86,7 @@ def split_off_short(segments: Items[Segment]) -> tuple[list[Segment], list[Segme
 
 
 def _is_short(segment: Segment) -> bool:
-    single = len(segment.rows) == 1 and segment.causal_from is None
+    single = len(segment.rows) == segment.row_multiple == 1 and segment.causal_from is None
     return single and segment.stop - segment.start <= MAX_BATCHED_TOKENS
 
 

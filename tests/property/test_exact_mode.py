@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from model_worker import wiring
+from model_worker import exact, wiring
 from model_worker.models import LoadedModel
 from model_worker.runner import ModelRunner, Part
 from tests.engines import EngineDriver, Generation, running_engine
@@ -44,12 +45,14 @@ class Records:
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """All that engines compute from now on."""
+    """All that engines compute from now on, in spans so short that texts have several."""
     records = Records()
+    monkeypatch.setattr(exact, "SPAN_TOKENS", 64)
+    monkeypatch.setattr(exact, "TILE_TOKENS", 32)
 
     class RecordingRunner(ModelRunner):
-        def forward(self, parts: list[Part]) -> torch.Tensor:
-            logits = super().forward(parts)
+        def forward(self, parts: list[Part], *arguments: Any) -> torch.Tensor:
+            logits = super().forward(parts, *arguments)
             rows = iter(logits)
             for part in parts:
                 tokens = array("I", part.tokens[: part.stop]).tobytes()

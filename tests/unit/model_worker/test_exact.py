@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from model_worker.exact import ROW_MULTIPLE, TILE_TOKENS, computes_exactly, tiles_of
+from model_worker.exact import ROW_MULTIPLE, SPAN_TOKENS, TILE_TOKENS, computes_exactly, tiles_of
 from model_worker.packed_linear import pack_linear_layers
 from model_worker.segments import Span
 from tests.tiny_models import tiny_llama
@@ -21,11 +22,31 @@ def test_a_row_attends_to_the_end_of_its_own_tile_wherever_the_chunk_is_cut() ->
     assert before.row_multiple == ROW_MULTIPLE
 
 
-def test_sequences_that_share_a_prefix_attend_to_it_each_for_itself() -> None:
+def test_texts_with_the_blocks_of_a_full_span_in_common_attend_to_it_together() -> None:
+    num_blocks = SPAN_TOKENS // 16
+    common, other = list(range(num_blocks)), list(range(50, 50 + num_blocks))
+    tables = [[*common, 100], [*common, 101], [*other, 102]]
     spans = [
-        Span(block_table=list(range(20)), first_row=row, start=300 + row, stop=301 + row) for row in range(3)
+        Span(block_table=table, first_row=row, start=SPAN_TOKENS, stop=SPAN_TOKENS + 1)
+        for row, table in enumerate(tables)
     ]
-    assert [tile.rows for tile in tiles_of(spans, 16)] == [[0], [1], [2]]
+    tiles = tiles_of(spans, 16)
+    assert [tile.rows for tile in tiles] == [[0, 1], [2], [0], [1], [2]]
+    assert {(tile.start, tile.stop) for tile in tiles[:2]} == {(0, SPAN_TOKENS)}
+    assert {(tile.start, tile.stop) for tile in tiles[2:]} == {(SPAN_TOKENS, SPAN_TOKENS + TILE_TOKENS)}
+
+
+@pytest.mark.parametrize("block_size", [16, 24, 100])
+def test_a_rows_parts_are_its_whole_context_in_order(block_size: int) -> None:
+    position = 2 * SPAN_TOKENS + 70
+    table = list(range(500, 500 + position // block_size + 1))
+    span = Span(block_table=table, first_row=0, start=position, stop=position + 1)
+    seen = [
+        (tile.block_table[at // block_size], at % block_size)
+        for tile in tiles_of([span], block_size)
+        for at in range(tile.start, min(tile.stop, position + 1 if tile.causal_from else tile.stop))
+    ]
+    assert seen == [(table[at // block_size], at % block_size) for at in range(position + 1)]
 
 
 def test_the_trial_passes_with_packed_layers(tmp_path: Path) -> None:
