@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from model_worker.exact import ROW_MULTIPLE, SPAN_TOKENS, TILE_TOKENS, computes_exactly, tiles_of
+from model_worker.models import ModelUnavailable
 from model_worker.packed_linear import pack_linear_layers
 from model_worker.segments import Span
-from tests.tiny_models import tiny_llama
+from model_worker.settings import WorkerSettings
+from model_worker.wiring import build_worker
+from tests.tiny_models import UNCACHED_FAMILIES, tiny, tiny_llama
 
 
 def test_a_row_attends_to_the_end_of_its_own_tile_wherever_the_chunk_is_cut() -> None:
@@ -66,3 +69,20 @@ def _adds_what_depends_on_rows(
     module: torch.nn.Module, given: tuple[torch.Tensor], output: torch.Tensor
 ) -> torch.Tensor:
     return output * (1 + 1e-6 * output.shape[1] % 3)
+
+
+def test_the_card_says_whether_bits_are_kept(tmp_path: Path) -> None:
+    for compute in ("fast", "exact"):
+        settings = WorkerSettings(compute=compute, kv_cache_blocks=8)
+        assert build_worker(tiny_llama(tmp_path), settings).card.exact == (compute == "exact")
+
+
+def test_what_cannot_be_exact_is_refused_with_the_reason(tmp_path: Path) -> None:
+    settings = WorkerSettings(compute="exact", kv_cache_blocks=8)
+    windowed = tiny(UNCACHED_FAMILIES["mistral, windowed"], tmp_path)
+    with pytest.raises(ModelUnavailable, match=r"HEADSTART_COMPUTE=exact: .*window"):
+        build_worker(windowed, settings)
+    unsteady = tiny_llama(tmp_path)
+    unsteady.network.model.norm.register_forward_hook(_adds_what_depends_on_rows)
+    with pytest.raises(ModelUnavailable, match="depend on what is computed beside"):
+        build_worker(unsteady, settings)
