@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from model_worker.kv_shape import KvShape
 from model_worker.models import ModelUnavailable, kv_shape, resolve_model_folder, uncached_reason
+from model_worker.reuse import forget_idle_window
 from model_worker.settings import WorkerSettings
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -112,9 +113,11 @@ def _read_config(folder: Path) -> Any:
     if not path.is_file():
         raise CapacityRefused(f"{folder} is not a model folder: config.json is missing")
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise CapacityRefused(f"{path} is no configuration that transformers knows: {error}") from error
+    forget_idle_window(config)
+    return config
 
 
 def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: int) -> Table:

@@ -31,6 +31,7 @@ from model_worker.attention import ATTENTION_NAME
 from model_worker.kv_shape import KvShape, KvShapeUnknown
 from model_worker.protocol import TOKENIZER_FILES
 from model_worker.reuse import (
+    forget_idle_window,
     shape_of,
     use_own_attention,
     why_not_by_class,
@@ -221,8 +222,11 @@ def load_model(*, name: str, folder: Path, device: torch.device, dtype: torch.dt
         raise ModelUnavailable(f"{folder} is not a model folder: {', '.join(missing)} is missing")
     try:
         config = AutoConfig.from_pretrained(folder)
+        forget_idle_window(config)
         attention = None if uncached_reason(config) else ATTENTION_NAME
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        network = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(f"{folder} cannot be loaded: {error}") from error
     return wrap_network(

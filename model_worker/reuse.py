@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,31 @@ def shape_of(config: Any) -> KvShape:
     Raises `KvShapeUnknown`.
     """
     text_config = config.get_text_config()
-    return KvShape.of(lambda name: getattr(text_config, name, None))
+    shape = KvShape.of(lambda name: getattr(text_config, name, None))
+    window = min([shape.context_window_tokens, *_long_rope_beginnings(text_config)])
+    return replace(shape, context_window_tokens=window)
+
+
+def _long_rope_beginnings(text_config: Any) -> list[int]:
+    """From how many tokens on a model with LongRoPE turns every position otherwise than before.
+
+    `transformers` decides it by the longest text of a forward pass: keys would depend on their company. A
+    window that ends there leaves one way to turn them. (Dynamic scaling begins where windows end anyway.)
+    """
+    settings = getattr(text_config, "rope_parameters", None) or {}
+    by_layer_kind = [one for one in settings.values() if isinstance(one, dict)] or [settings]
+    return [
+        one["original_max_position_embeddings"] for one in by_layer_kind if one.get("rope_type") == "longrope"
+    ]
+
+
+def forget_idle_window(config: Any) -> None:
+    """A sliding window as wide as the context hides nothing: without it the attention is full."""
+    text_config = config.get_text_config()
+    window = getattr(text_config, "sliding_window", None)
+    context = getattr(text_config, "max_position_embeddings", None)
+    if window is not None and context is not None and window >= context:
+        text_config.sliding_window = None
 
 
 def why_not_by_configuration(config: Any) -> str | None:

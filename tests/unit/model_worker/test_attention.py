@@ -61,6 +61,12 @@ def test_two_parts_merge_to_the_whole(operands: tuple[torch.Tensor, ...], softca
     torch.testing.assert_close(merged, whole)
 
 
+def test_a_mask_that_a_model_makes_itself_is_refused(operands: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, mask = operands
+    with pytest.raises(UnsupportedAttention, match="mask of its own"):
+        paged_attention(torch.nn.Identity(), query, key, value, mask)
+
+
 @pytest.mark.parametrize("argument", ["s_aux", "sliding_window", "position_bias", "something_new"])
 def test_an_argument_that_is_not_known_is_refused_by_name(
     operands: tuple[torch.Tensor, ...], argument: str
