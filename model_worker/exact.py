@@ -31,7 +31,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from model_worker.kv_cache import KVCache
+from model_worker.kv_codecs import make_pool
+from model_worker.kv_shape import NumberFormat
 from model_worker.models import LoadedModel
 from model_worker.runner import ModelRunner, Part
 from model_worker.segments import Segment, Span
@@ -92,38 +93,42 @@ def _tiles(span: Span) -> Iterator[Segment]:
         start = stop
 
 
-def computes_exactly(model: LoadedModel) -> bool:
-    """Whether a text computed in one go, and in pieces between strangers, gives the same bits here."""
-    trial = _Trial(model)
+def computes_exactly(model: LoadedModel, codec: NumberFormat | None = None) -> bool:
+    """Whether a text computed in one go, and in pieces between strangers, gives the same bits here.
+
+    With a codec they are the same lossy ones.
+    """
+    trial = _Trial(model, codec)
     return all(map(torch.equal, trial.alone(), trial.in_company()))
 
 
 class _Trial:
     """Two texts with one made-up beginning, in a small pool of their own."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, codec: NumberFormat | None) -> None:
         num_blocks = -(-TRIAL_STOP // TRIAL_BLOCK_TOKENS)
         shape = model.kv_shape
-        self._cache = KVCache(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+        self._num_layers = shape.num_layers
+        self._pool = make_pool(
+            shape,
+            codec,
             num_blocks=3 * num_blocks,
             block_size=TRIAL_BLOCK_TOKENS,
             dtype=model.dtype,
             device=model.device,
         )
-        self._runner = ModelRunner(model, self._cache, tiles_of)
+        self._runner = ModelRunner(model, self._pool, tiles_of)
         draws = torch.Generator().manual_seed(0)
         self._text, self._stranger = torch.randint(
             model.vocab_size, (2, TRIAL_STOP), generator=draws
         ).tolist()
         self._tables = [list(range(first * num_blocks, (first + 1) * num_blocks)) for first in range(3)]
         self._tables[1].reverse()
-        for tensor in (self._cache.keys, self._cache.values):
-            beginning = torch.randn(*tensor.shape[:2], TRIAL_START, tensor.shape[3], generator=draws)
+        rows = (2, shape.num_kv_heads, TRIAL_START, shape.head_dim)
+        for layer in range(self._num_layers):
+            keys, values = torch.randn(rows, generator=draws).to(device=model.device, dtype=model.dtype)
             for table in self._tables:
-                tensor[:, :, self._cache.slots(table, 0, TRIAL_START)] = beginning.to(tensor)
+                self._pool.write(layer, self._pool.slots(table, 0, TRIAL_START), keys, values)
 
     def alone(self) -> tuple[torch.Tensor, ...]:
         table, middle = self._tables[0], TRIAL_START + TILE_TOKENS
@@ -143,8 +148,8 @@ class _Trial:
         return logits, *self._written(own)
 
     def _written(self, table: list[int]) -> tuple[torch.Tensor, ...]:
-        slots = self._cache.slots(table, TRIAL_START, TRIAL_STOP)
-        return self._cache.keys[:, :, slots], self._cache.values[:, :, slots]
+        slots = self._pool.slots(table, TRIAL_START, TRIAL_STOP)
+        return tuple(rows for layer in range(self._num_layers) for rows in self._pool.read(layer, slots))
 
 
 def _part(tokens: list[int], table: list[int], start: int, stop: int) -> Part:
