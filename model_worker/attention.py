@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import KVPool
 
 ATTENTION_NAME = "headstart_paged"
 
@@ -76,7 +76,7 @@ class PagedCache:
 
     def __init__(
         self,
-        pool: KVCache,
+        pool: KVPool,
         new_slots: torch.Tensor,
         segments: list[SegmentTensors],
         *,
@@ -144,7 +144,8 @@ def paged_attention(
     cache: PagedCache = kwargs["paged"]
     layer: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_merging if cache.merges else _attend
-    return attend(cache, layer, query[0], scaling, softcap).transpose(0, 1)[None], None
+    attended = attend(cache, layer, cache.pool.turn(query[0]), scaling, softcap)
+    return cache.pool.turn_back(attended).transpose(0, 1)[None], None
 
 
 def _refuse_unknown(arguments: dict[str, Any]) -> None:

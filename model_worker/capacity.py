@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from model_worker.kv_shape import KvShape
+from model_worker.kv_shape import CODECS, DTYPES, KvShape, NumberFormat
 from model_worker.models import ModelUnavailable, kv_shape, resolve_model_folder, uncached_reason
 from model_worker.reuse import forget_idle_window
 from model_worker.settings import WorkerSettings
 
-BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
-SHOWN_DTYPES = ("float32", "bfloat16")
+SHOWN_FORMATS = (DTYPES["float32"], DTYPES["bfloat16"], *CODECS.values())
 """float16 takes what bfloat16 takes."""
 _UNITS = {
     "": 1,
@@ -37,7 +36,7 @@ _UNITS = {
     "GB": 10**9,
 }
 _AMOUNT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
-TABLE_WIDTH = 110
+TABLE_WIDTH = 120
 
 
 class CapacityRefused(Exception):
@@ -63,10 +62,10 @@ class Capacity:
 
 
 def capacity_of(
-    shape: KvShape, *, dtype: str, memory_bytes: int, context_tokens: int, block_size: int
+    shape: KvShape, *, numbers: NumberFormat, memory_bytes: int, context_tokens: int, block_size: int
 ) -> Capacity:
     """Blocks, tokens and conversations that fit in `memory_bytes`."""
-    block_bytes = shape.bytes_per_token(BYTES_PER_NUMBER[dtype]) * block_size
+    block_bytes = shape.bytes_per_token(numbers) * block_size
     return Capacity(
         num_blocks=memory_bytes // block_bytes, block_size=block_size, context_tokens=context_tokens
     )
@@ -128,23 +127,26 @@ def _table(shape: KvShape, memory_bytes: int, context_tokens: int, block_size: i
         table.add_column(heading, justify="right", no_wrap=True)
     for variant in shape.variants():
         label = f"{variant.num_kv_heads} ({variant.kind})" + (" *" if variant == shape else "")
-        for dtype in SHOWN_DTYPES:
+        for numbers in SHOWN_FORMATS:
             fits = capacity_of(
                 variant,
-                dtype=dtype,
+                numbers=numbers,
                 memory_bytes=memory_bytes,
                 context_tokens=context_tokens,
                 block_size=block_size,
             )
             table.add_row(
                 label,
-                dtype,
-                variant.arithmetic(BYTES_PER_NUMBER[dtype]),
-                f"{variant.bytes_per_token(BYTES_PER_NUMBER[dtype]):,}",
+                numbers.name,
+                variant.arithmetic(numbers),
+                f"{variant.bytes_per_token(numbers):,}",
                 f"{fits.tokens:,}",
                 f"{fits.conversations:,}",
             )
-    table.caption = "* this model; the others are the same model with other heads, for comparison"
+    table.caption = (
+        "* this model; the others are the same model with other heads, for comparison. "
+        "int8 and int4 (HEADSTART_KV_DTYPE): codes, and the scales that groups of them share"
+    )
     return table
 
 

@@ -51,6 +51,14 @@ class KVPool(ABC):
         self._tensors.append(tensor)
         return tensor
 
+    def turn(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries `[heads, n, head_dim]` in the coordinates in which keys are read."""
+        return queries
+
+    def turn_back(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention made of values `[heads, n, head_dim]`, in the model's coordinates again."""
+        return attended
+
     @abstractmethod
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores `[num_kv_heads, n, head_dim]` rows at `slots` (`[n]`)."""

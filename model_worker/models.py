@@ -88,11 +88,6 @@ class LoadedModel:
     vocab_size: int
     uncached_reason: str | None = None
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers, in bytes."""
-        return self.kv_shape.bytes_per_token(self.dtype.itemsize)
-
 
 def resolve_model_folder(model: str, models_folder: Path) -> Path:
     """The local folder for a built-in name, a folder, or a hub id. Converts or downloads when needed.

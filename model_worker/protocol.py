@@ -237,7 +237,8 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
 
     `uncached_reason` says why no prompt is ever found in cache here; None where prompts can be.
     `adapters` are models of their own beside it: the fingerprint of each, by name. `exact` is whether
-    logits, keys and values are the same bits with reuse as without.
+    logits, keys and values are the same bits with reuse as without, and none are lost: keys and values
+    are kept as they are (`kv_codec` "none") and not packed.
     """
 
     model: str
@@ -252,6 +253,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     uncached_reason: str | None = None
     adapters: dict[str, str] = {}
+    kv_codec: str = "none"
     exact: bool = False
     protocol_version: int = PROTOCOL_VERSION
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from model_worker.attention import PagedCache, SegmentTensors, cache_argument, causal_mask
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import KVPool
 from model_worker.models import LoadedModel
 from model_worker.sampling import Choice, DeadEnd
 from model_worker.scheduler import Chunk, Step
@@ -53,7 +53,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        cache: KVCache,
+        cache: KVPool,
         segments_of: Callable[[list[Span], int], list[Segment]] = segments_of,
     ) -> None:
         self._model = model

@@ -45,6 +45,10 @@ class WorkerSettings(BaseSettings):
     threads: int = Field(0, ge=0, description="CPU threads for the forward pass; 0 takes every core")
 
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block")
+    kv_dtype: Literal["auto", "int8", "int4"] = Field(
+        "auto",
+        description="numbers of cached keys and values: auto is the model's dtype, the others lose a little",
+    )
     kv_cache_gib: float = Field(2.0, gt=0, description="memory for KV blocks, in GiB")
     kv_cache_blocks: int | None = Field(None, ge=1, description="number of KV blocks; overrides kv_cache_gib")
     block_seed: str = Field(

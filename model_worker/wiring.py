@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from model_worker.adapters import Adapter, AdapterRunner, Adapters, adapters_of
 from model_worker.engine import Engine
 from model_worker.exact import computes_exactly, tiles_of
-from model_worker.kv_cache import KVCache
+from model_worker.kv_codecs import make_pool
+from model_worker.kv_shape import CODECS, DTYPES, NumberFormat
 from model_worker.models import (
     LoadedModel,
     ModelUnavailable,
@@ -32,6 +33,8 @@ from model_worker.uncached import UncachedRunner
 from prefix_store.blocks import BlockNamer
 from prefix_store.eviction import ScopeQuotas
 from prefix_store.store import PrefixStore
+
+NO_CODEC = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,15 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     """Builds the engine around a loaded model, whose layers are packed in place if prefixes are reused."""
     adapters = adapters_of(settings.adapters, base=model.name)
     fingerprints = {adapter.name: adapter.fingerprint for adapter in adapters}
-    num_blocks = settings.kv_cache_blocks or _blocks_that_fit(model, settings)
     dtype = str(model.dtype).removeprefix("torch.")
+    codec = _codec(model, settings)
+    kv_bytes_per_token = model.kv_shape.bytes_per_token(codec or DTYPES[dtype])
+    num_blocks = settings.kv_cache_blocks or _blocks_that_fit(kv_bytes_per_token, settings)
     namer = BlockNamer(
         seed=int(settings.block_seed, 16),
         model_fingerprint=model.fingerprint,
         dtype=dtype,
-        kv_codec="none",
+        kv_codec=codec.name if codec else NO_CODEC,
         block_size=settings.block_size,
     )
     store = PrefixStore(
@@ -92,7 +97,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
         vocab_size=model.vocab_size,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         max_open=settings.max_open,
         reuses_prefixes=model.uncached_reason is None,
         adapters=fingerprints,
@@ -107,11 +112,12 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         context_window_tokens=context_window_tokens,
         block_size=settings.block_size,
         num_blocks=num_blocks,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         epoch=secrets.token_hex(8),
         uncached_reason=model.uncached_reason,
         adapters=fingerprints,
-        exact=settings.compute == "exact",
+        kv_codec=codec.name if codec else NO_CODEC,
+        exact=settings.compute == "exact" and codec is None,
     )
     return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
 
@@ -132,21 +138,21 @@ def _plain_runner(model: LoadedModel, settings: WorkerSettings, num_blocks: int)
             raise ModelUnavailable(f"HEADSTART_COMPUTE=exact: {model.uncached_reason}")
         return UncachedRunner(model)
     pack_linear_layers(model.network)
-    if settings.compute == "exact" and not computes_exactly(model):
+    codec = _codec(model, settings)
+    if settings.compute == "exact" and not computes_exactly(model, codec):
         raise ModelUnavailable(
             f"HEADSTART_COMPUTE=exact: on this machine ({model.device}, {model.dtype}, "
             f"{torch.get_num_threads()} threads) a token's bits depend on what is computed beside it"
         )
-    cache = KVCache(
-        num_layers=model.kv_shape.num_layers,
-        num_kv_heads=model.kv_shape.num_kv_heads,
-        head_dim=model.kv_shape.head_dim,
+    pool = make_pool(
+        model.kv_shape,
+        codec,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         dtype=model.dtype,
         device=model.device,
     )
-    return ModelRunner(model, cache, tiles_of if settings.compute == "exact" else segments_of)
+    return ModelRunner(model, pool, tiles_of if settings.compute == "exact" else segments_of)
 
 
 def _device(settings: WorkerSettings) -> torch.device:
@@ -165,8 +171,19 @@ def _dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _blocks_that_fit(model: LoadedModel, settings: WorkerSettings) -> int:
-    block_bytes = model.kv_bytes_per_token * settings.block_size
+def _codec(model: LoadedModel, settings: WorkerSettings) -> NumberFormat | None:
+    """How keys and values are packed; None where they are kept as they are, as a model's own state is."""
+    codec = None if model.uncached_reason else CODECS.get(settings.kv_dtype)
+    head_dim = model.kv_shape.head_dim
+    if codec is not None and not codec.fits(head_dim):
+        raise ModelUnavailable(
+            f"HEADSTART_KV_DTYPE={codec.name} puts several numbers in a byte, and heads have {head_dim}"
+        )
+    return codec
+
+
+def _blocks_that_fit(kv_bytes_per_token: int, settings: WorkerSettings) -> int:
+    block_bytes = kv_bytes_per_token * settings.block_size
     num_blocks = int(settings.kv_cache_gib * 2**30) // block_bytes
     if num_blocks < 1:
         raise ModelUnavailable(

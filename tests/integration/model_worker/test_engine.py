@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model_worker.engine import RequestRefused
+from model_worker.kv_shape import DTYPES
 from model_worker.models import LoadedModel
 from model_worker.protocol import (
     Event,
@@ -345,8 +346,8 @@ def test_a_conversation_takes_less_memory_where_it_shares(tiny_model: LoadedMode
             generation.next_event()
         stats = driver.engine.stats
         driver.engine.cancel(generation.request_id)
-    block_bytes = 16 * tiny_model.kv_bytes_per_token
-    assert stats.kv_bytes_per_token == tiny_model.kv_bytes_per_token
+    assert stats.kv_bytes_per_token == tiny_model.kv_shape.bytes_per_token(DTYPES["float32"])
+    block_bytes = 16 * stats.kv_bytes_per_token
     assert stats.sequences_running == 4
     assert stats.kv_bytes_held == stats.blocks_held * block_bytes
     assert stats.kv_bytes_per_conversation == stats.kv_bytes_held // 4

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from model_worker.capacity import CapacityRefused, capacity_of, command, parse_bytes
-from model_worker.kv_shape import KvShape, KvShapeUnknown
+from model_worker.kv_shape import CODECS, DTYPES, KvShape, KvShapeUnknown, NumberFormat
 from model_worker.models import LoadedModel
 from tests.engines import running_engine
 from tests.tiny_models import tiny_llama_config
@@ -26,21 +26,34 @@ SMOLLM2 = {
 
 def test_bytes_per_token_are_the_product_that_is_shown() -> None:
     shape = KvShape.of(SMOLLM2.get)
-    assert shape.bytes_per_token(4) == 46_080
-    assert shape.bytes_per_token(2) == 23_040
-    assert shape.arithmetic(4) == "2 x 30 x 3 x 64 x 4"
+    assert shape.bytes_per_token(DTYPES["float32"]) == 46_080
+    assert shape.bytes_per_token(DTYPES["bfloat16"]) == 23_040
+    assert shape.arithmetic(DTYPES["float32"]) == "2 x 30 x 3 x 64 x 4"
     assert [one.kind for one in shape.variants()] == ["grouped-query", "multi-head", "multi-query"]
 
 
-def test_the_running_engine_takes_what_was_foretold(tiny_model: LoadedModel) -> None:
+def test_codecs_count_their_scales() -> None:
+    shape = KvShape.of(SMOLLM2.get)
+    assert shape.bytes_per_token(CODECS["int8"]) == 2 * 30 * 3 * (64 + 4)
+    assert shape.bytes_per_token(CODECS["int4"]) == 2 * 30 * 3 * (32 + 2 * 4)
+    assert shape.arithmetic(CODECS["int8"]) == "2 x 30 x 3 x (64 x 1 + 1 x 4)"
+    assert shape.arithmetic(CODECS["int4"]) == "2 x 30 x 3 x (64 / 2 + 2 x 4)"
+    for head_dim in (16, 80, 96, 128, 256):
+        for codec in CODECS.values():
+            assert head_dim % codec.group(head_dim) == 0
+
+
+@pytest.mark.parametrize("numbers", [DTYPES["float32"], *CODECS.values()], ids=lambda numbers: numbers.name)
+def test_the_running_engine_takes_what_was_foretold(tiny_model: LoadedModel, numbers: NumberFormat) -> None:
     shape = KvShape.of(tiny_llama_config().to_dict().get)
     gib = 0.01
     foretold = capacity_of(
-        shape, dtype="float32", memory_bytes=int(gib * 2**30), context_tokens=100, block_size=16
+        shape, numbers=numbers, memory_bytes=int(gib * 2**30), context_tokens=100, block_size=16
     )
-    with running_engine(tiny_model, kv_cache_blocks=None, kv_cache_gib=gib) as driver:
+    kv_dtype = numbers.name if numbers.is_codec else "auto"
+    with running_engine(tiny_model, kv_cache_blocks=None, kv_cache_gib=gib, kv_dtype=kv_dtype) as driver:
         assert driver.engine.stats.blocks_total == foretold.num_blocks
-    assert shape.bytes_per_token(4) == tiny_model.kv_bytes_per_token
+        assert driver.engine.stats.kv_bytes_per_token == shape.bytes_per_token(numbers)
     assert foretold.conversations == foretold.num_blocks // 7
 
 
@@ -77,8 +90,8 @@ def test_the_table_names_every_dtype(tmp_path: Path) -> None:
     blocks = 80 * 2**30 // (46_080 * 16)
     assert f"{blocks * 16:,}" in output
     assert f"{blocks // 63:,}" in output
-    for dtype in ("float32", "bfloat16"):
-        assert dtype in output
+    for name in ("float32", "bfloat16", "int8", "int4"):
+        assert name in output
     assert "No prefix is reused" not in output
 
 
