@@ -78,8 +78,11 @@ def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:
 
 
 def split_off_short(segments: Items[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """Segments that are computed in one batch, none or two at least, and the others."""
-    short = [one for one in segments if _is_short(one)]
+    """Segments that are computed in one batch, none or two at least, and the others.
+
+    The batch is in the order of its rows: where it is all there is, nothing else puts them in place.
+    """
+    short = sorted((one for one in segments if _is_short(one)), key=lambda one: one.rows[0])
     if len(short) == 1:
         return [], list(segments)
     return short, [one for one in segments if not _is_short(one)]

@@ -90,6 +90,15 @@ def test_splitting_off_short_segments_loses_none(spans: list[Span]) -> None:
     assert len(short) != 1, "a batch of one is only a detour"
     assert all(len(segment.rows) == 1 for segment in short)
     assert sorted(map(id, short + others)) == sorted(map(id, segments))
+    rows = [segment.rows[0] for segment in short]
+    assert rows == sorted(rows)
+
+
+def test_a_batch_is_in_the_order_of_its_rows_whoever_begins_alike() -> None:
+    tables = ([7, 1], [0, 2], [7, 3])
+    spans = [Span(block_table=table, first_row=row, start=5, stop=6) for row, table in enumerate(tables)]
+    short, _ = split_off_short(segments_of(spans, BLOCK_SIZE))
+    assert [segment.rows for segment in short] == [[0], [1], [2]]
 
 
 def test_long_contexts_are_read_where_they_lie() -> None:
