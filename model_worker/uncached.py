@@ -60,7 +60,11 @@ class UncachedRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[list[Choice | DeadEnd]]:
-        return [self._execute(chunk) for chunk in step.chunks]
+        chosen = []
+        for chunk in step.chunks:
+            step.go_on_or_raise()
+            chosen.append(self._execute(chunk))
+        return chosen
 
     def _execute(self, chunk: Chunk) -> list[Choice | DeadEnd]:
         lease = chunk.sequence.lease
