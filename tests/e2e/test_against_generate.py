@@ -17,7 +17,7 @@ from model_worker.settings import WorkerSettings
 from tests.engines import running_engine
 from tests.near_ties import count_near_ties, greedy_of
 
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 HOUSE_RULES = (
     "You are the concierge of a small hotel by the sea. Breakfast is from seven to ten, the sauna opens at "
     "four, dogs are welcome on the ground floor, and bicycles are lent for half a day at most. "

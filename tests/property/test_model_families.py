@@ -23,13 +23,13 @@ from tests.tiny_models import FAMILIES, tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP_SIZE = 4
-SMALL_POOL_BLOCKS = 10
+SMALL_POOL_BLOCKS = 9
 MAX_TOKENS = 18
 LIKE_OTHERS = {"mixtral", "gpt-bigcode", "phi", "phi3", "olmo2"}
 """Families whose attention is that of another; here they are compared with `generate` only."""
 
-MAX_NEAR_TIE_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5}
-"""Of all texts: eighteen tokens, each with its chance of a near-tie."""
+MAX_NEAR_TIE_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.7}
+"""Of all texts: eighteen tokens or more, each with its chance of a near-tie."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Traffic:
-    """Random requests from one seed, sent in groups; texts are compared with those computed alone."""
+    """Random requests from one seed, sent in groups; texts are compared with those computed without reuse."""
 
     reusing: EngineDriver
     computing: EngineDriver
@@ -62,8 +62,17 @@ class Traffic:
             _, cancelled = sent.pop(self.rng.randrange(len(sent)))
             cancelled.wait_for(Token)
             self.reusing.engine.cancel(cancelled.request_id)
-            for prompt, generation in sent:
-                self._compare(prompt, generation)
+            without_reuse = [self._compute(prompt) for prompt, _ in sent]
+            for (prompt, generation), expected in zip(sent, without_reuse, strict=True):
+                self._compare(prompt, generation.wait(), expected.wait())
+
+    def run_out_of_blocks(self) -> None:
+        """Three texts that fit when they begin, and not when they have grown."""
+        prompts = [prompt_of(40, self.rng.randrange(2**30)) for _ in range(3)]
+        sent = [self.reusing.submit(prompt, max_tokens=26, ignore_eos=True) for prompt in prompts]
+        alone = [self._compute(prompt, max_tokens=26) for prompt in prompts]
+        for prompt, generation, expected in zip(prompts, sent, alone, strict=True):
+            self._compare(prompt, generation.wait(), expected.wait())
 
     def _prompts(self) -> list[list[int]]:
         """A base of three blocks and more, and others that leave it anywhere."""
@@ -77,12 +86,14 @@ class Traffic:
     def _submit(self, prompt: list[int], n: int) -> Generation:
         return self.reusing.submit(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, n=n)
 
-    def _compare(self, prompt: list[int], generation: Generation) -> None:
-        alone = self.computing.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, cache="bypass")
-        assert alone.started.cached.total == 0
-        for tokens in generation.wait().choices:
+    def _compute(self, prompt: list[int], max_tokens: int = MAX_TOKENS) -> Generation:
+        return self.computing.submit(prompt, max_tokens=max_tokens, ignore_eos=True, cache="bypass")
+
+    def _compare(self, prompt: list[int], generation: Generation, expected: Generation) -> None:
+        assert expected.started.cached.total == 0
+        for tokens in generation.choices:
             self.tally.texts += 1
-            self.tally.near_ties += count_near_ties(self.plain, prompt, tokens, alone.tokens)
+            self.tally.near_ties += count_near_ties(self.plain, prompt, tokens, expected.tokens)
         self.tally.cached_tokens += generation.started.cached.total
 
 
@@ -98,7 +109,9 @@ def test_reuse_changes_no_text(family: str, dtype: torch.dtype, tmp_path: Path) 
         # A network of its own: both compute at the same time, and packed layers serve one thread.
         running_engine(tiny(FAMILIES[family], tmp_path, dtype=dtype), kv_cache_blocks=64) as computing,
     ):
-        Traffic(reusing, computing, plain, random.Random(f"{family} {dtype}"), tally).run()
+        traffic = Traffic(reusing, computing, plain, random.Random(f"{family} {dtype}"), tally)
+        traffic.run()
+        traffic.run_out_of_blocks()
         stats = reusing.idle_stats()
     print(f"{family} {dtype}: {tally}, {stats.preemptions} preemptions")  # noqa: T201 (part of the claim)
     assert tally.cached_tokens > 64, "no claim about reuse without hits"
@@ -115,9 +128,9 @@ def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path) -> Non
     plain = tiny(FAMILIES[family], tmp_path, attention="eager")
     prompts = [prompt_of(5 + 9 * seed, seed) for seed in range(8)]
     with running_engine(model, kv_cache_blocks=256) as driver:
-        together = [driver.submit(prompt, max_tokens=8) for prompt in prompts]
+        together = [driver.submit(prompt, max_tokens=6) for prompt in prompts]
         texts = [generation.wait().tokens for generation in together]
-    expected = [greedy_of(plain, prompt, 8) for prompt in prompts]
+    expected = [greedy_of(plain, prompt, 6) for prompt in prompts]
     near_ties = [count_near_ties(plain, *one) for one in zip(prompts, texts, expected, strict=True)]
     assert len({tuple(text) for text in texts}) > 4, "no claim without texts that differ"
     assert sum(near_ties) <= 1

@@ -46,14 +46,14 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def test_texts_are_those_of_generate_and_the_reason_is_told(family: str, tmp_path: Path) -> None:
     model = tiny(UNCACHED_FAMILIES[family], tmp_path)
     plain = tiny(UNCACHED_FAMILIES[family], tmp_path, attention=None)
-    prompts = [prompt_of(3 * WINDOW + seed) + prompt_of(10, seed) for seed in range(4)]
+    prompts = [prompt_of(2 * WINDOW + seed) + prompt_of(10, seed) for seed in range(3)]
     with running_engine(model, kv_cache_blocks=256, step_tokens=32) as driver:
-        together = [driver.submit(prompt, max_tokens=8) for prompt in prompts]
+        together = [driver.submit(prompt, max_tokens=6) for prompt in prompts]
         near_ties = [
-            count_near_ties(plain, prompt, generation.wait().tokens, greedy_of(plain, prompt, 8))
+            count_near_ties(plain, prompt, generation.wait().tokens, greedy_of(plain, prompt, 6))
             for prompt, generation in zip(prompts, together, strict=True)
         ]
-        again = driver.generate(prompts[0], max_tokens=8)
+        again = driver.generate(prompts[0], max_tokens=6)
     card = build_worker(model, WorkerSettings(kv_cache_blocks=8)).card
     assert card.uncached_reason is not None
     assert re.fullmatch(REASONS[family], card.uncached_reason)
@@ -78,10 +78,10 @@ def test_a_folder_is_loaded_with_the_attention_that_fits(windowed: LoadedModel, 
 def test_what_ends_is_cancelled_or_waits_keeps_no_state(windowed: LoadedModel) -> None:
     prompts = [prompt_of(60, seed) for seed in range(4)]
     with running_engine(windowed, kv_cache_blocks=64) as driver:
-        alone = [driver.generate(prompt, max_tokens=60, ignore_eos=True).tokens for prompt in prompts]
-    with running_engine(windowed, kv_cache_blocks=18) as driver:
-        together = [driver.submit(prompt, max_tokens=60, ignore_eos=True) for prompt in prompts]
-        cancelled = driver.submit(prompts[0], max_tokens=200, ignore_eos=True)
+        alone = [driver.generate(prompt, max_tokens=40, ignore_eos=True).tokens for prompt in prompts]
+    with running_engine(windowed, kv_cache_blocks=16) as driver:
+        together = [driver.submit(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+        cancelled = driver.submit(prompts[0], max_tokens=180, ignore_eos=True)
         texts = [generation.wait().tokens for generation in together]
         cancelled.wait_for(Token)
         assert runner_of(driver).num_states == 1
