@@ -112,7 +112,13 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
             _write_atomically(settings.port_file, str(listener.getsockname()[1]))
         if worker.card.uncached_reason is not None:
             log.warning("prefixes_not_reused", model=worker.card.model, reason=worker.card.uncached_reason)
-        log.info("worker_listening", model=worker.card.model, port=listener.getsockname()[1])
+        log.info(
+            "worker_listening",
+            model=worker.card.model,
+            port=listener.getsockname()[1],
+            kv_codec=worker.card.kv_codec,
+            exact=worker.card.exact,
+        )
         server.run(sockets=[listener])
     finally:
         worker.engine.stop()
