@@ -11,6 +11,7 @@ anything else stays as it is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -45,6 +46,13 @@ class PackedLinear(torch.nn.Module):
         return self._packed(rows)
 
 
+class _Pending(threading.local):
+    """Products that siblings have not taken yet, of the forward pass that this thread is in."""
+
+    rows: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor | None] = ()
+
+
 class _SiblingProducts:
     """What the first of some siblings computed for all; each takes its part once."""
 
@@ -54,18 +62,20 @@ class _SiblingProducts:
             bias = torch.cat([layer.bias for layer in layers])
         self._packed = _PackedWeight(torch.cat([layer.weight for layer in layers]), bias)
         self._sizes = [layer.out_features for layer in layers]
-        self._rows: torch.Tensor | None = None
-        self._parts: list[torch.Tensor | None] = []
+        # Two engines may run one network at once, each in a thread of its own.
+        self._pending = _Pending()
 
     def take(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        if rows is not self._rows or self._parts[index] is None:
-            self._rows = rows
-            self._parts = list(self._packed(rows).split_with_sizes(self._sizes, dim=-1))
-        part = self._parts[index]
+        pending = self._pending
+        parts = list(pending.parts) if rows is pending.rows else []
+        part = parts[index] if parts else None
+        if part is None:
+            parts = list(self._packed(rows).split_with_sizes(self._sizes, dim=-1))
+            part = parts[index]
+        parts[index] = None
+        is_left = any(each is not None for each in parts)
+        pending.rows, pending.parts = (rows, parts) if is_left else (None, ())
         assert part is not None
-        self._parts[index] = None
-        if not any(each is not None for each in self._parts):
-            self._rows = None
         return part
 
 

@@ -142,7 +142,7 @@ def keeps_a_stale_tail(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_public_text_private(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PublicPrefixes, "num_bytes", lambda self, data: 0)
+    patch.setattr(PublicPrefixes, "num_bytes", lambda self, scope, data: 0)
 
 
 def lets_a_scope_through_anothers_gate(patch: pytest.MonkeyPatch) -> None:

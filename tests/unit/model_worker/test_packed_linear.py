@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -64,6 +66,23 @@ def test_an_input_that_was_changed_in_place_is_computed_again() -> None:
         packed(rows)
         rows.mul_(2.0)
         torch.testing.assert_close(packed(rows), plain(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_two_threads_in_one_network_get_each_their_own_products() -> None:
+    plain, packed = Attention(), Attention()
+    pack_linear_layers(packed)
+    first, second = rows_of(4, seed=1), rows_of(9, seed=2)
+    query, key = packed.q_proj, packed.k_proj
+    with torch.inference_mode():
+        query(first)
+        with ThreadPoolExecutor(1) as other:
+            # Another forward pass comes between two siblings of this one.
+            theirs = other.submit(torch.inference_mode()(query), second).result()
+            ours = key(first)
+            theirs_too = other.submit(torch.inference_mode()(key), second).result()
+        torch.testing.assert_close(ours, plain.k_proj(first), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(theirs, plain.q_proj(second), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(theirs_too, plain.k_proj(second), rtol=1e-4, atol=1e-5)
 
 
 def test_packing_twice_does_nothing() -> None:
