@@ -12,6 +12,7 @@ import sys
 from typing import Final, TextIO
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
 MAX_CLIENT_ID_CHARACTERS: Final = 128
@@ -21,7 +22,8 @@ _SHARED: Final[tuple[Processor, ...]] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
-    structlog.processors.dict_tracebacks,
+    # Without the frames' variables: prompts and keys are among them.
+    structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
 )
 
 

@@ -42,3 +42,17 @@ def test_our_lines_and_a_librarys_are_one_json_object_each():
     ours, theirs = map(json.loads, stream.getvalue().splitlines())
     assert (ours["event"], ours["status"], ours["text"], ours["level"]) == ("request", 200, "a\nb", "info")
     assert (theirs["event"], theirs["level"]) == ("odd thing", "warning")
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_an_error_is_logged_without_what_its_variables_hold():
+    stream = io.StringIO()
+    configure_logs("info", stream)
+    prompt = "tell " + "nobody"
+    try:
+        raise RuntimeError(f"failed after {len(prompt)} characters")
+    except RuntimeError:
+        structlog.get_logger("gateway.test").exception("request_failed")
+    line = stream.getvalue()
+    assert "failed after 11 characters" in line
+    assert prompt not in line
