@@ -82,16 +82,13 @@ class Bench:
     """A pool in which sequences share a prefix, each with one block row of its own behind it."""
 
     def __init__(self, model: LoadedModel, prefix_tokens: int, sequences: int) -> None:
-        shape = model.kv_shape
         self._model = model
         self._prefix = list(range(prefix_tokens // BLOCK))
         self._own_blocks = -(-(SUFFIX_TOKENS + 1) // BLOCK)
         self.prefix_tokens = prefix_tokens
         self._tokens = [at % VOCABULARY for at in range(prefix_tokens + 2 * SUFFIX_TOKENS)]
         cache = KVCache(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            model.kv_shape,
             num_blocks=len(self._prefix) + sequences * self._own_blocks,
             block_size=BLOCK,
             dtype=model.dtype,

@@ -111,19 +111,18 @@ def causal_mask(
     start: int,
     stop: int,
     group: int,
-    row_multiple: int = 1,
+    num_padding: int = 0,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """Additive mask for `num_rows` queries from position `first` on, over keys `start` to `stop`.
 
-    Shape `[group x num_rows, stop - start]`: once per query head of a group; rows that hide
-    nothing follow, up to a multiple of `row_multiple`.
+    Shape `[group x num_rows + num_padding, stop - start]`: once per query head of a group; the rows
+    that follow hide nothing.
     """
     visible = torch.ones(num_rows, stop - start, dtype=torch.bool, device=device).tril(first - start)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-    mask = mask.repeat(group, 1)
-    return F.pad(mask, (0, 0, 0, -mask.shape[0] % row_multiple))
+    return _padded(mask.repeat(group, 1), num_padding)
 
 
 def paged_attention(
@@ -237,8 +236,9 @@ def _folded(query: torch.Tensor, num_kv_heads: int, num_batched: int) -> torch.T
     return by_member.permute(2, 0, 1, 3)
 
 
-def _padded(folded: torch.Tensor, num_padding: int) -> torch.Tensor:
-    return F.pad(folded, (0, 0, 0, num_padding)) if num_padding else folded
+def _padded(rows: torch.Tensor, num_padding: int) -> torch.Tensor:
+    """`[..., n, size]` with rows of zeros after the others."""
+    return F.pad(rows, (0, 0, 0, num_padding)) if num_padding else rows
 
 
 def _unfolded(folded: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from model_worker.kv_shape import KvShape
 from prefix_store.leases import RowCopy
 
 
@@ -103,20 +104,12 @@ class KVCache(KVPool):
     """Keys and values in the model's own numbers."""
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: KvShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(num_blocks=num_blocks, block_size=block_size, device=device)
-        shape = (num_layers, num_kv_heads, num_blocks * block_size, head_dim)
-        self.keys = self._allocate(*shape, dtype=dtype)
-        self.values = self._allocate(*shape, dtype=dtype)
+        rows = (shape.num_layers, shape.num_kv_heads, num_blocks * block_size, shape.head_dim)
+        self.keys = self._allocate(*rows, dtype=dtype)
+        self.values = self._allocate(*rows, dtype=dtype)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys[layer].index_copy_(1, slots, keys)

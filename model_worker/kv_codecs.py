@@ -42,15 +42,7 @@ def make_pool(
         return PackedKVCache(
             shape, codec, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
         )
-    return KVCache(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-    )
+    return KVCache(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
 
 
 class PackedKVCache(KVPool):

@@ -50,7 +50,7 @@ class _Pending(threading.local):
     """Products that siblings have not taken yet, of the forward pass that this thread is in."""
 
     rows: torch.Tensor | None = None
-    parts: Sequence[torch.Tensor | None] = ()
+    parts: list[torch.Tensor | None]
 
 
 class _SiblingProducts:
@@ -67,15 +67,13 @@ class _SiblingProducts:
 
     def take(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         pending = self._pending
-        parts = list(pending.parts) if rows is pending.rows else []
-        part = parts[index] if parts else None
-        if part is None:
-            parts = list(self._packed(rows).split_with_sizes(self._sizes, dim=-1))
-            part = parts[index]
-        parts[index] = None
-        is_left = any(each is not None for each in parts)
-        pending.rows, pending.parts = (rows, parts) if is_left else (None, ())
+        if rows is not pending.rows or pending.parts[index] is None:
+            pending.rows = rows
+            pending.parts = list(self._packed(rows).split_with_sizes(self._sizes, dim=-1))
+        part, pending.parts[index] = pending.parts[index], None
         assert part is not None
+        if not any(each is not None for each in pending.parts):
+            pending.rows = None
         return part
 
 

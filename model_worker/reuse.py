@@ -150,15 +150,7 @@ def _own_attention(network: Any) -> Iterator[None]:
 def _in_two_parts(network: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[tokens, vocab]`: the second part finds the first one's keys and values in a pool."""
     shape = shape_of(network.config)
-    pool = KVCache(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_blocks=1,
-        block_size=TRIAL_TOKENS,
-        dtype=network.dtype,
-        device=network.device,
-    )
+    pool = KVCache(shape, num_blocks=1, block_size=TRIAL_TOKENS, dtype=network.dtype, device=network.device)
     parts = []
     for start, stop in ((0, FIRST_PART), (FIRST_PART, TRIAL_TOKENS)):
         rows = torch.arange(start, stop, device=network.device)

@@ -149,6 +149,7 @@ class ModelRunner:
     def _segment_tensors(self, segment: Segment) -> SegmentTensors:
         rows = segment.rows
         side_by_side = rows[-1] - rows[0] == len(rows) - 1
+        num_padding = -len(rows) * self._group % segment.row_multiple
         mask = None
         if segment.causal_from is not None:
             mask = causal_mask(
@@ -157,7 +158,7 @@ class ModelRunner:
                 start=segment.start,
                 stop=segment.stop,
                 group=self._group,
-                row_multiple=segment.row_multiple,
+                num_padding=num_padding,
                 dtype=self._model.dtype,
                 device=self._model.device,
             )
@@ -167,7 +168,7 @@ class ModelRunner:
             else torch.tensor(rows, device=self._model.device),
             slots=self._cache.run(segment.block_table, segment.start, segment.stop),
             mask=mask,
-            num_padding=-len(rows) * self._group % segment.row_multiple,
+            num_padding=num_padding,
         )
 
 

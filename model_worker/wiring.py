@@ -66,13 +66,14 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
     fingerprints = {adapter.name: adapter.fingerprint for adapter in adapters}
     dtype = str(model.dtype).removeprefix("torch.")
     codec = _codec(model, settings)
+    kv_codec = codec.name if codec else NO_CODEC
     kv_bytes_per_token = model.kv_shape.bytes_per_token(codec or DTYPES[dtype])
     num_blocks = settings.kv_cache_blocks or _blocks_that_fit(kv_bytes_per_token, settings)
     namer = BlockNamer(
         seed=int(settings.block_seed, 16),
         model_fingerprint=model.fingerprint,
         dtype=dtype,
-        kv_codec=codec.name if codec else NO_CODEC,
+        kv_codec=kv_codec,
         block_size=settings.block_size,
     )
     store = PrefixStore(
@@ -92,7 +93,7 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
             max_running=settings.max_running,
         ),
         store=store,
-        runner=_runner(model, adapters, settings, num_blocks),
+        runner=_runner(model, adapters, codec, settings, num_blocks),
         tokenizer=Tokenizer.from_file(str(model.folder / "tokenizer.json")),
         eos_token_ids=model.eos_token_ids,
         context_window_tokens=context_window_tokens,
@@ -116,30 +117,38 @@ def build_worker(model: LoadedModel, settings: WorkerSettings) -> Worker:
         epoch=secrets.token_hex(8),
         uncached_reason=model.uncached_reason,
         adapters=fingerprints,
-        kv_codec=codec.name if codec else NO_CODEC,
+        kv_codec=kv_codec,
         exact=settings.compute == "exact" and codec is None,
     )
     return Worker(engine=engine, card=card, files=tokenizer_files(model.folder))
 
 
-def _runner(model: LoadedModel, adapters: list[Adapter], settings: WorkerSettings, num_blocks: int) -> Runner:
+def _runner(
+    model: LoadedModel,
+    adapters: list[Adapter],
+    codec: NumberFormat | None,
+    settings: WorkerSettings,
+    num_blocks: int,
+) -> Runner:
     if not adapters:
-        return _plain_runner(model, settings, num_blocks)
+        return _plain_runner(model, codec, settings, num_blocks)
     if settings.compute == "exact":
         raise ModelUnavailable("HEADSTART_COMPUTE=exact: the layers of adapters cannot be computed exactly")
     # Before layers are packed: `peft` knows the plain ones.
     loaded = Adapters(model.network, adapters)
-    return AdapterRunner(_plain_runner(model, settings, num_blocks), loaded)
+    return AdapterRunner(_plain_runner(model, codec, settings, num_blocks), loaded)
 
 
-def _plain_runner(model: LoadedModel, settings: WorkerSettings, num_blocks: int) -> Runner:
+def _plain_runner(
+    model: LoadedModel, codec: NumberFormat | None, settings: WorkerSettings, num_blocks: int
+) -> Runner:
+    is_exact = settings.compute == "exact"
     if model.uncached_reason is not None:
-        if settings.compute == "exact":
+        if is_exact:
             raise ModelUnavailable(f"HEADSTART_COMPUTE=exact: {model.uncached_reason}")
         return UncachedRunner(model)
     pack_linear_layers(model.network)
-    codec = _codec(model, settings)
-    if settings.compute == "exact" and not computes_exactly(model, codec):
+    if is_exact and not computes_exactly(model, codec):
         raise ModelUnavailable(
             f"HEADSTART_COMPUTE=exact: on this machine ({model.device}, {model.dtype}, "
             f"{torch.get_num_threads()} threads) a token's bits depend on what is computed beside it"
@@ -152,7 +161,7 @@ def _plain_runner(model: LoadedModel, settings: WorkerSettings, num_blocks: int)
         dtype=model.dtype,
         device=model.device,
     )
-    return ModelRunner(model, pool, tiles_of if settings.compute == "exact" else segments_of)
+    return ModelRunner(model, pool, tiles_of if is_exact else segments_of)
 
 
 def _device(settings: WorkerSettings) -> torch.device:

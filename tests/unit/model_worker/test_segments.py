@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from model_worker.attention import attention_with_log_sum
 from model_worker.kv_cache import KVCache, KVCacheTooLarge
+from model_worker.kv_shape import KvShape
 from model_worker.segments import (
     MAX_BATCHED_TOKENS,
     MIN_SHARED_BLOCKS,
@@ -114,11 +115,19 @@ def test_long_contexts_are_read_where_they_lie() -> None:
     assert [segment.stop for segment in others] == [MAX_BATCHED_TOKENS + 1]
 
 
+def shape_of(*, num_layers: int, num_kv_heads: int, head_dim: int) -> KvShape:
+    return KvShape(
+        num_layers=num_layers,
+        num_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_window_tokens=64,
+    )
+
+
 def test_blocks_side_by_side_are_read_without_a_copy() -> None:
     cache = KVCache(
-        num_layers=1,
-        num_kv_heads=2,
-        head_dim=8,
+        shape_of(num_layers=1, num_kv_heads=2, head_dim=8),
         num_blocks=10,
         block_size=BLOCK_SIZE,
         dtype=torch.float32,
@@ -148,9 +157,7 @@ def test_parts_merged_by_log_sum_are_the_whole() -> None:
 def test_memory_that_cannot_be_had_is_told_plainly() -> None:
     with pytest.raises(KVCacheTooLarge, match="HEADSTART_KV_CACHE_GIB"):
         KVCache(
-            num_layers=1000,
-            num_kv_heads=1000,
-            head_dim=1000,
+            shape_of(num_layers=1000, num_kv_heads=1000, head_dim=1000),
             num_blocks=10**7,
             block_size=16,
             dtype=torch.float32,
