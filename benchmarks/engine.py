@@ -36,14 +36,11 @@ from pathlib import Path
 
 import httpx
 import torch
-from peers.engine import SUFFIX_TOKENS, compare_sharing, compare_suffixes, random_tokens
+from peers.engine import SUFFIX_TOKENS, compare_sharing, compare_suffixes, default_folder, random_tokens
 from peers.environments import VLLM, vllm_python
 from peers.record import REPOSITORY, write_result
 from rich.console import Console
 from rich.table import Table
-
-from model_worker.models import resolve_model_folder
-from model_worker.settings import WorkerSettings
 
 THREADS = 2
 PREFIX_TOKENS = 1600
@@ -314,8 +311,7 @@ def main() -> int:
     options = parser.parse_args()
     rounds, repeats = (2, 5) if options.quick else (5, 15)
     torch.set_num_threads(THREADS)
-    settings = WorkerSettings(_cli_parse_args=[])
-    folder = resolve_model_folder(settings.model, settings.models_folder)
+    folder = default_folder()
     hits = compare_suffixes(folder, CACHED_LENGTHS, repeats)
     steps = compare_sharing(folder, prefix_tokens=PREFIX_TOKENS, sequences=CONCURRENT, repeats=3)
     vllm = against_vllm(folder, rounds)

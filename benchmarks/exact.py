@@ -19,15 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from peers.engine import random_tokens
+from peers.engine import default_folder, load_packed, random_tokens
 from peers.record import write_result
 from rich.console import Console
 from rich.table import Table
 
 from model_worker.exact import computes_exactly, tiles_of
 from model_worker.kv_cache import KVCache
-from model_worker.models import LoadedModel, load_model, resolve_model_folder
-from model_worker.packed_linear import pack_linear_layers
+from model_worker.models import LoadedModel
 from model_worker.runner import ModelRunner, Part
 from model_worker.segments import segments_of
 from model_worker.settings import WorkerSettings
@@ -54,11 +53,8 @@ class Case:
 
 
 def runner_of(model: LoadedModel, mode: str) -> ModelRunner:
-    shape = model.kv_shape
     cache = KVCache(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        model.kv_shape,
         num_blocks=2 * PREFIX_TOKENS // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         dtype=model.dtype,
@@ -143,14 +139,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    settings = WorkerSettings(_cli_parse_args=[])
-    folder = resolve_model_folder(settings.model, settings.models_folder)
-    model = load_model(name="ours", folder=folder, device=torch.device("cpu"), dtype=torch.float32)
-    pack_linear_layers(model.network)
+    model = load_packed(default_folder())
     if not computes_exactly(model):
         console.print("[red]missed[/red] on this machine a token's bits depend on what is computed beside it")
         return 1
-    found = measure(model, 2 if quick else 7, settings.step_tokens)
+    found = measure(model, 2 if quick else 7, WorkerSettings(_cli_parse_args=[]).step_tokens)
     table = Table(title="Exact mode, one thread, float32 (processor time, medians)")
     for heading in ("what", "fast", "exact", "ratio", "rounds"):
         table.add_column(heading, justify="left" if heading == "what" else "right")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peers.engine import random_tokens
+from peers.engine import default_folder, load_packed, random_tokens
 from peers.record import REPOSITORY, write_result
 from rich.console import Console
 from rich.table import Table
@@ -34,10 +34,8 @@ from transformers import AutoTokenizer
 from model_worker.capacity import capacity_of
 from model_worker.kv_codecs import make_pool
 from model_worker.kv_shape import CODECS, DTYPES, NumberFormat
-from model_worker.models import LoadedModel, load_model, resolve_model_folder
-from model_worker.packed_linear import pack_linear_layers
+from model_worker.models import LoadedModel
 from model_worker.runner import ModelRunner, Part
-from model_worker.settings import WorkerSettings
 
 TRACES = ("magagent-46e404f0f6d0", "miniswe-063925220f0d")
 PROMPTS = 20
@@ -241,11 +239,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    settings = WorkerSettings(_cli_parse_args=[])
-    folder = resolve_model_folder(settings.model, settings.models_folder)
-    model = load_model(name="ours", folder=folder, device=torch.device("cpu"), dtype=torch.float32)
-    pack_linear_layers(model.network)
-    texts = texts_of(chat_prompts(folder, 4 if quick else PROMPTS))
+    model = load_packed(default_folder())
+    texts = texts_of(chat_prompts(model.folder, 4 if quick else PROMPTS))
     lost = compare(model, texts)
     steps = decode_milliseconds(model, 5 if quick else 15)
     saved = savings(model)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from model_worker import segments
 from model_worker.attention import cache_argument
 from model_worker.engine import Engine
-from model_worker.models import load_model
+from model_worker.models import LoadedModel, load_model, resolve_model_folder
 from model_worker.packed_linear import pack_linear_layers
 from model_worker.protocol import Event, Failed, Finished, GenerateRequest, SamplingParams, Token
 from model_worker.settings import WorkerSettings
@@ -32,6 +32,19 @@ LARGEST_TOKEN = 40_000
 
 def random_tokens(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(1000, LARGEST_TOKEN), k=count)
+
+
+def default_folder() -> Path:
+    """Of the model that a worker serves unless told otherwise; converted on first use."""
+    settings = WorkerSettings(_cli_parse_args=[])
+    return resolve_model_folder(settings.model, settings.models_folder)
+
+
+def load_packed(folder: Path) -> LoadedModel:
+    """A model in float32 on the CPU, its layers packed as a worker's are."""
+    model = load_model(name="ours", folder=folder, device=torch.device("cpu"), dtype=torch.float32)
+    pack_linear_layers(model.network)
+    return model
 
 
 class BareModel:
@@ -71,14 +84,8 @@ class OurEngine:
     """The engine in this process; times are taken where an event reaches the request's own callback."""
 
     def __init__(self, folder: Path) -> None:
-        model = load_model(
-            name="ours",
-            folder=folder,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
         settings = WorkerSettings(kv_cache_blocks=3000, _cli_parse_args=[])
-        self.engine: Engine = build_worker(model, settings).engine
+        self.engine: Engine = build_worker(load_packed(folder), settings).engine
         self.engine.start()
         self._ids = itertools.count()
 
