@@ -38,7 +38,15 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(VOCABULARY, k=count)
 
 
-class Ours:
+class Side:
+    """What every side does alike."""
+
+    def begin(self, base: list[int] | array) -> None:
+        """The prompt whose prefix the next ones share."""
+        self.step(base)
+
+
+class Ours(Side):
     """The whole life of a lease: names, match, insert, pool, reference counts, statistics."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -47,10 +55,22 @@ class Ours:
 
         namer = BlockNamer(seed=1, model_fingerprint="bench", dtype="f32", kv_codec="raw", block_size=BLOCK)
         self.store = PrefixStore(num_blocks=options.blocks, block_size=BLOCK, namer=namer)
+        self.base: tuple[object, array] | None = None
         self.version = "this commit"
 
     def prepare(self, tokens: list[int]) -> array:
         return array("I", tokens)
+
+    def begin(self, base: array) -> None:
+        """Held until the next one: the default policy may choose a prompt that is new to make room."""
+        store, count = self.store, len(base)
+        if self.base is not None:
+            lease, tokens = self.base
+            store.release(lease, tokens, len(tokens))
+        lease = store.acquire("aa", base, max_cached_tokens=count - 1)
+        store.extend(lease, count)
+        store.seal(lease, base, count)
+        self.base = lease, base
 
     def make_room(self, num_blocks: int) -> None:
         store = self.store
@@ -66,7 +86,7 @@ class Ours:
         return lease.cached_tokens
 
 
-class OursIndex:
+class OursIndex(Side):
     """The index and the pool: names, match, insert, blocks, reference counts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -109,7 +129,7 @@ class OursIndex:
         return num_hit * BLOCK
 
 
-class Sglang:
+class Sglang(Side):
     """`RadixCache`: match and insert. It makes no names, and its pool of slots is left out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -147,7 +167,7 @@ class Sglang:
         return found.device_prefix_len
 
 
-class Vllm:
+class Vllm(Side):
     """Its block hashes and `BlockPool`, called as its cache manager calls them, without the manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -291,7 +311,7 @@ def serve(options: argparse.Namespace) -> None:
         elif command["do"] == "begin":
             base = tokens_of(command["seed"], command["tokens"])
             side.make_room(len(base) // BLOCK)
-            side.step(side.prepare(base))
+            side.begin(side.prepare(base))
         else:
             answer = step(side, base, command)
         print(json.dumps(answer), flush=True)
