@@ -103,7 +103,11 @@ def create_tenant(db: Database, *, name: str, now: Microseconds) -> Tenant:
     tenant = Tenant(id=TenantId(new_id()), name=name, created_at=now)
     try:
         with db.write() as connection:
-            connection.execute(insert(schema.tenants).values(id=tenant.id, name=name, created_at_us=now))
+            connection.execute(
+                insert(schema.tenants).values(
+                    id=tenant.id, name=name, time_zone="UTC", currency="USD", created_at_us=now
+                )
+            )
     except IntegrityError as error:
         raise NameTaken(f"there is a tenant named {name!r}") from error
     return tenant

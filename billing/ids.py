@@ -11,6 +11,7 @@ from uuid import UUID
 from uuid_utils.compat import uuid7
 
 TenantId = NewType("TenantId", UUID)
+ProjectId = NewType("ProjectId", UUID)
 ApiKeyId = NewType("ApiKeyId", UUID)
 RequestId = NewType("RequestId", UUID)
 EventId = NewType("EventId", UUID)

@@ -24,7 +24,7 @@ from billing.errors import AmountTooLarge, BillingError, DuplicateRequest, Unpri
 from billing.ids import EventId, JournalId, PriceVersionId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
 from billing.money import MAX_STORED
-from billing.prices import BookHistory, ModelPrice
+from billing.prices import BookHistory, ModelPrice, discounted
 from billing.usage import Admission, TokenClass, TokenCounts, UsageEvent
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
@@ -32,13 +32,30 @@ _ENCODER = msgspec.json.Encoder(order="sorted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLine:
-    """`quantity` tokens of one class at one unit price. Exact: `amount_pusd` is their product."""
+    """`quantity` tokens of one class at one unit price. Exact: `amount_pusd` is their product.
+
+    Token-hours, for a pin. Negative in a correction. `list_…` units are those of the
+    book, before the tenant's discount.
+    """
 
     token_class: TokenClass
     quantity: int
-    unit_pusd: int
-    unit_without_cache_pusd: int
+    list_unit_pusd: int
+    list_unit_without_cache_pusd: int
+    discount_basis_points: int
     price_version_id: PriceVersionId
+
+    @property
+    def unit_pusd(self) -> int:
+        return discounted(self.list_unit_pusd, self.discount_basis_points)
+
+    @property
+    def unit_without_cache_pusd(self) -> int:
+        return discounted(self.list_unit_without_cache_pusd, self.discount_basis_points)
+
+    @property
+    def list_amount_pusd(self) -> int:
+        return self.quantity * self.list_unit_pusd
 
     @property
     def amount_pusd(self) -> int:
@@ -46,6 +63,8 @@ class LedgerLine:
 
     @property
     def amount_without_cache_pusd(self) -> int:
+        if self.token_class is TokenClass.PIN:
+            return 0  # without a cache nobody would have bought it
         return self.quantity * self.unit_without_cache_pusd
 
 
@@ -84,12 +103,13 @@ def rate(counts: TokenCounts, price: ModelPrice) -> tuple[LedgerLine, ...]:
         line = LedgerLine(
             token_class=token_class,
             quantity=quantity,
-            unit_pusd=version.unit_pusd,
-            unit_without_cache_pusd=price.version(_class_without_cache(token_class)).unit_pusd,
+            list_unit_pusd=version.unit_pusd,
+            list_unit_without_cache_pusd=price.version(_class_without_cache(token_class)).unit_pusd,
+            discount_basis_points=price.discount_basis_points,
             price_version_id=version.id,
         )
-        if max(line.amount_pusd, line.amount_without_cache_pusd) > MAX_STORED:
-            raise AmountTooLarge(f"{quantity} {token_class} tokens at {line.unit_pusd} picodollars")
+        if quantity * max(line.list_unit_pusd, line.list_unit_without_cache_pusd) > MAX_STORED:
+            raise AmountTooLarge(f"{quantity} {token_class} tokens at {line.list_unit_pusd} picodollars")
         lines.append(line)
     return tuple(lines)
 
@@ -176,6 +196,7 @@ def abandoned_requests(
             request_id=RequestId(row.id),
             tenant_id=row.tenant_id,
             api_key_id=row.api_key_id,
+            project_id=row.project_id,
             model=row.model,
             admitted_at=row.admitted_at_us,
         )
@@ -193,7 +214,7 @@ def _price_refusal(book: BookHistory, admission: Admission) -> BillingError | No
 
 def _class_without_cache(token_class: TokenClass) -> TokenClass:
     """What a token would have been without a cache: every prompt token would be plain input."""
-    return TokenClass.OUTPUT if token_class is TokenClass.OUTPUT else TokenClass.INPUT
+    return token_class if token_class in {TokenClass.OUTPUT, TokenClass.PIN} else TokenClass.INPUT
 
 
 def _insert_or_keep(connection: Connection, table: Table) -> Any:
@@ -241,6 +262,7 @@ def _request_row(admission: Admission, *, owner: Owner, lease: timedelta) -> dic
         "id": admission.request_id,
         "tenant_id": admission.tenant_id,
         "api_key_id": admission.api_key_id,
+        "project_id": admission.project_id,
         "model": admission.model,
         "state": "admitted",
         "admitted_at_us": admission.admitted_at,
@@ -257,17 +279,18 @@ def _event_row(event_id: EventId, event: UsageEvent, now: Microseconds) -> dict[
         "tenant_id": event.admission.tenant_id,
         "request_id": event.request_id,
         "kind": event.kind.value,
+        "original_id": None,
         "model": event.admission.model,
-        "uncached_tokens": event.counts.uncached,
-        "read_tokens": event.counts.read,
-        "write_auto_tokens": event.counts.write_auto,
-        "write_5m_tokens": event.counts.write_5m,
-        "write_1h_tokens": event.counts.write_1h,
-        "output_tokens": event.counts.output,
+        **dict(zip(schema.COUNT_COLUMNS, (count for _, count in event.counts.by_class()), strict=True)),
         "delivered_tokens": event.delivered,
+        "usage_state": "usage_missing" if event.is_usage_missing else "reported",
         "finish_reason": event.finish_reason,
         "first_token_ns": event.first_token_ns,
+        "worker": event.worker,
+        "miss_reason": event.miss_reason,
+        "deepest_block": event.deepest_block,
         "admitted_at_us": event.admission.admitted_at,
+        "accounted_at_us": event.admission.admitted_at,
         "finished_at_us": event.finished_at,
         "payload_digest": payload_digest(event),
         "posted_at_us": now,
@@ -280,6 +303,8 @@ def _line_row(event_id: EventId, line: LedgerLine) -> dict[str, object]:
         "event_id": event_id,
         "token_class": line.token_class.value,
         "quantity_tokens": line.quantity,
+        "list_unit_pusd": line.list_unit_pusd,
+        "discount_basis_points": line.discount_basis_points,
         "unit_pusd": line.unit_pusd,
         "amount_pusd": line.amount_pusd,
         "amount_without_cache_pusd": line.amount_without_cache_pusd,

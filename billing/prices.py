@@ -43,10 +43,11 @@ class PriceVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPrice:
-    """The versions in force for one model at one instant, one for every class."""
+    """The versions in force for one model at one instant, one for every class, and the tenant's discount."""
 
     model: str
     versions: Mapping[TokenClass, PriceVersion]
+    discount_basis_points: int = 0
 
     def version(self, token_class: TokenClass) -> PriceVersion:
         """Raises UnpricedModel when the class has no price: it is never free by accident."""
@@ -54,6 +55,11 @@ class ModelPrice:
         if found is None:
             raise UnpricedModel(f"{self.model}: no price for {token_class} tokens")
         return found
+
+
+def discounted(list_unit_pusd: int, basis_points: int) -> int:
+    """Rounded down, in the tenant's favour: a unit stays a whole number, so an amount stays exact."""
+    return list_unit_pusd * (10_000 - basis_points) // 10_000
 
 
 def publish(

@@ -29,7 +29,10 @@ _lines = schema.ledger_lines.c
 _EVENT_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
     "requests": cast(literal_column("1"), BigInteger()),
     "uncached_tokens": _events.uncached_tokens,
-    "read_tokens": _events.read_tokens,
+    "read_tokens": _events.read_tokens
+    + _events.read_host_tokens
+    + _events.read_disk_tokens
+    + _events.read_remote_tokens,
     "written_tokens": _events.write_auto_tokens + _events.write_5m_tokens + _events.write_1h_tokens,
     "output_tokens": _events.output_tokens,
 }
@@ -102,7 +105,7 @@ def usage_report(db: Database, *, tenant_id: TenantId, start: Microseconds, end:
         raise ValueError(f"the period ends ({end}) before it starts ({start})")
     events = schema.usage_events.c
     period = (
-        (events.tenant_id == tenant_id) & (events.admitted_at_us >= start) & (events.admitted_at_us < end)
+        (events.tenant_id == tenant_id) & (events.accounted_at_us >= start) & (events.accounted_at_us < end)
     )
     with db.read() as connection:
         counts = _sums_by_bucket(connection, _EVENT_SUMS, schema.usage_events, period)
@@ -130,8 +133,8 @@ def _sums_by_bucket(
     period: ColumnElement[bool],
 ) -> dict[Microseconds, dict[str, int]]:
     """Exact sums of each bucket of the period, also where a sum is wider than 64 bits."""
-    admitted_at = schema.usage_events.c.admitted_at_us
-    bucket = admitted_at - admitted_at % BUCKET_MICROSECONDS
+    accounted_at = schema.usage_events.c.accounted_at_us
+    bucket = accounted_at - accounted_at % BUCKET_MICROSECONDS
     halves = [
         half.label(f"{name}_{part}")
         for name, column in sums.items()

@@ -41,9 +41,29 @@ metadata = MetaData(
 TERMINAL: Final = "kind IN ('final', 'aborted')"
 """The predicate of the index that allows one terminal event per request."""
 
+COUNT_COLUMNS: Final = (
+    "uncached_tokens",
+    "read_tokens",
+    "read_host_tokens",
+    "read_disk_tokens",
+    "read_remote_tokens",
+    "write_auto_tokens",
+    "write_5m_tokens",
+    "write_1h_tokens",
+    "output_tokens",
+    "pin_token_hours",
+)
+"""The disjoint counts of an event, one for each token class, in the order of `TokenClass`."""
+
 
 def _non_negative(column: str) -> CheckConstraint:
     return CheckConstraint(f"{column} >= 0", name=f"{column}_non_negative")
+
+
+def _non_negative_unless_correction(column: str) -> CheckConstraint:
+    return CheckConstraint(
+        f"{column} >= 0 OR kind IN ('adjustment', 'credit')", name=f"{column}_non_negative"
+    )
 
 
 tenants = Table(
@@ -51,8 +71,39 @@ tenants = Table(
     metadata,
     Column("id", Uuid(), primary_key=True),
     Column("name", String(128), nullable=False, unique=True),
+    Column("time_zone", String(64), nullable=False),
+    Column("currency", String(3), nullable=False),
     Column("created_at_us", BigInteger(), nullable=False),
     CheckConstraint("name <> ''", name="name_not_empty"),
+    CheckConstraint("time_zone <> ''", name="time_zone_not_empty"),
+    CheckConstraint("currency = 'USD'", name="currency_known"),
+)
+
+tenant_discounts = Table(
+    "tenant_discounts",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    Column("basis_points", BigInteger(), nullable=False),
+    # In force until the next one of its tenant begins; before the first there is none.
+    Column("effective_from_us", BigInteger(), nullable=False),
+    Column("created_at_us", BigInteger(), nullable=False),
+    CheckConstraint("basis_points BETWEEN 0 AND 10000", name="basis_points_are_a_share"),
+    UniqueConstraint("tenant_id", "effective_from_us"),
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("created_at_us", BigInteger(), nullable=False),
+    Column("archived_at_us", BigInteger(), nullable=True),
+    CheckConstraint("name <> ''", name="name_not_empty"),
+    UniqueConstraint("tenant_id", "name"),
+    # Lets a key prove that its project is its tenant's.
+    UniqueConstraint("tenant_id", "id"),
 )
 
 api_keys = Table(
@@ -60,6 +111,8 @@ api_keys = Table(
     metadata,
     Column("id", Uuid(), primary_key=True),
     Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    # A key belongs to one project of its tenant, or to none, for as long as it lives.
+    Column("project_id", Uuid(), nullable=True),
     Column("label", String(128), nullable=False),
     Column("prefix", String(16), nullable=False),
     Column("digest", LargeBinary(32), nullable=False, unique=True),
@@ -67,18 +120,22 @@ api_keys = Table(
     Column("created_at_us", BigInteger(), nullable=False),
     Column("expires_at_us", BigInteger(), nullable=True),
     Column("revoked_at_us", BigInteger(), nullable=True),
+    # The key that took this one's label when it was rotated; this one lives on until it expires.
+    Column("replaced_by", Uuid(), ForeignKey("api_keys.id"), nullable=True),
     CheckConstraint("role IN ('tenant', 'admin')", name="role_known"),
     CheckConstraint("length(digest) = 32", name="digest_is_32_bytes"),
+    CheckConstraint("replaced_by IS NULL OR expires_at_us IS NOT NULL", name="replaced_expires"),
+    ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
     # Lets a request prove that its key is its tenant's.
     UniqueConstraint("tenant_id", "id"),
-    # A revoked key frees its label.
+    # A revoked key frees its label, and so does a replaced one.
     Index(
         "uq_api_keys_live_label",
         "tenant_id",
         "label",
         unique=True,
-        sqlite_where=text("revoked_at_us IS NULL"),
-        postgresql_where=text("revoked_at_us IS NULL"),
+        sqlite_where=text("revoked_at_us IS NULL AND replaced_by IS NULL"),
+        postgresql_where=text("revoked_at_us IS NULL AND replaced_by IS NULL"),
     ),
 )
 
@@ -88,15 +145,35 @@ price_versions = Table(
     Column("id", Uuid(), primary_key=True),
     Column("book", String(128), nullable=False),
     Column("currency", String(3), nullable=False),
+    # NULL: the list price, for every tenant without one of its own.
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=True),
     Column("model", String(256), nullable=False),
     Column("token_class", String(32), nullable=False),
     Column("unit_pusd", BigInteger(), nullable=False),
-    # A version ends where the next one of its model and class begins, so versions cannot overlap.
+    # A version ends where the next one of its tenant, model and class begins, so versions cannot overlap.
     Column("effective_from_us", BigInteger(), nullable=False),
     Column("created_at_us", BigInteger(), nullable=False),
     _non_negative("unit_pusd"),
     CheckConstraint("currency = 'USD'", name="currency_known"),
-    Index("uq_price_versions_instant", "model", "token_class", "effective_from_us", unique=True),
+    Index(
+        "uq_price_versions_list_instant",
+        "model",
+        "token_class",
+        "effective_from_us",
+        unique=True,
+        sqlite_where=text("tenant_id IS NULL"),
+        postgresql_where=text("tenant_id IS NULL"),
+    ),
+    Index(
+        "uq_price_versions_tenant_instant",
+        "tenant_id",
+        "model",
+        "token_class",
+        "effective_from_us",
+        unique=True,
+        sqlite_where=text("tenant_id IS NOT NULL"),
+        postgresql_where=text("tenant_id IS NOT NULL"),
+    ),
 )
 
 requests = Table(
@@ -105,6 +182,7 @@ requests = Table(
     Column("id", Uuid(), primary_key=True),
     Column("tenant_id", Uuid(), nullable=False),
     Column("api_key_id", Uuid(), nullable=False),
+    Column("project_id", Uuid(), nullable=True),
     Column("model", String(256), nullable=False),
     Column("state", String(16), nullable=False),
     Column("admitted_at_us", BigInteger(), nullable=False),
@@ -115,6 +193,7 @@ requests = Table(
     CheckConstraint("state IN ('admitted', 'settled')", name="state_known"),
     CheckConstraint("(state = 'settled') = (settled_at_us IS NOT NULL)", name="settled_has_instant"),
     ForeignKeyConstraint(["tenant_id", "api_key_id"], ["api_keys.tenant_id", "api_keys.id"]),
+    ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
     UniqueConstraint("tenant_id", "id"),
     Index(
         "ix_requests_admitted",
@@ -124,6 +203,23 @@ requests = Table(
     ),
 )
 
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), nullable=False),
+    Column("request_id", Uuid(), nullable=False),
+    # From 1; the last is the one that was billed, if any was.
+    Column("number", BigInteger(), nullable=False),
+    Column("worker", String(128), nullable=True),
+    Column("outcome", String(64), nullable=False),
+    Column("started_at_us", BigInteger(), nullable=False),
+    Column("ended_at_us", BigInteger(), nullable=False),
+    CheckConstraint("number > 0", name="number_positive"),
+    ForeignKeyConstraint(["tenant_id", "request_id"], ["requests.tenant_id", "requests.id"]),
+    UniqueConstraint("request_id", "number"),
+)
+
 usage_events = Table(
     "usage_events",
     metadata,
@@ -131,28 +227,28 @@ usage_events = Table(
     Column("tenant_id", Uuid(), nullable=False),
     Column("request_id", Uuid(), nullable=False),
     Column("kind", String(16), nullable=False),
+    # What a correction corrects. Only corrections have one, and only they may be negative.
+    Column("original_id", Uuid(), ForeignKey("usage_events.id"), nullable=True),
     Column("model", String(256), nullable=False),
-    Column("uncached_tokens", BigInteger(), nullable=False),
-    Column("read_tokens", BigInteger(), nullable=False),
-    Column("write_auto_tokens", BigInteger(), nullable=False),
-    Column("write_5m_tokens", BigInteger(), nullable=False),
-    Column("write_1h_tokens", BigInteger(), nullable=False),
-    Column("output_tokens", BigInteger(), nullable=False),
+    *(Column(name, BigInteger(), nullable=False) for name in COUNT_COLUMNS),
     Column("delivered_tokens", BigInteger(), nullable=False),
+    Column("usage_state", String(16), nullable=False),
     Column("finish_reason", String(64), nullable=True),
     Column("first_token_ns", BigInteger(), nullable=True),
+    Column("worker", String(128), nullable=True),
+    Column("miss_reason", String(64), nullable=True),
+    Column("deepest_block", String(64), nullable=True),
     Column("admitted_at_us", BigInteger(), nullable=False),
+    # The instant whose period it belongs to: that of admission, or later if that period was closed by then.
+    Column("accounted_at_us", BigInteger(), nullable=False),
     Column("finished_at_us", BigInteger(), nullable=False),
     Column("payload_digest", LargeBinary(32), nullable=False),
     Column("posted_at_us", BigInteger(), nullable=False),
-    CheckConstraint("kind IN ('final', 'aborted')", name="kind_known"),
-    _non_negative("uncached_tokens"),
-    _non_negative("read_tokens"),
-    _non_negative("write_auto_tokens"),
-    _non_negative("write_5m_tokens"),
-    _non_negative("write_1h_tokens"),
-    _non_negative("output_tokens"),
-    _non_negative("delivered_tokens"),
+    CheckConstraint("kind IN ('final', 'aborted', 'adjustment', 'credit')", name="kind_known"),
+    CheckConstraint("usage_state IN ('reported', 'usage_missing')", name="usage_state_known"),
+    CheckConstraint(f"({TERMINAL}) = (original_id IS NULL)", name="corrections_have_an_original"),
+    CheckConstraint("accounted_at_us >= admitted_at_us", name="accounted_after_admission"),
+    *(_non_negative_unless_correction(name) for name in (*COUNT_COLUMNS, "delivered_tokens")),
     ForeignKeyConstraint(["tenant_id", "request_id"], ["requests.tenant_id", "requests.id"]),
     Index(
         "uq_usage_events_terminal",
@@ -162,7 +258,13 @@ usage_events = Table(
         sqlite_where=text(TERMINAL),
         postgresql_where=text(TERMINAL),
     ),
-    Index("ix_usage_events_tenant_admitted", "tenant_id", "admitted_at_us"),
+    Index("ix_usage_events_tenant_accounted", "tenant_id", "accounted_at_us"),
+    Index(
+        "ix_usage_events_original",
+        "original_id",
+        sqlite_where=text("original_id IS NOT NULL"),
+        postgresql_where=text("original_id IS NOT NULL"),
+    ),
 )
 
 ledger_lines = Table(
@@ -172,14 +274,27 @@ ledger_lines = Table(
     Column("event_id", Uuid(), ForeignKey("usage_events.id"), nullable=False),
     Column("token_class", String(32), nullable=False),
     Column("quantity_tokens", BigInteger(), nullable=False),
+    # The price version's unit; then the tenant's, after its discount.
+    Column("list_unit_pusd", BigInteger(), nullable=False),
+    Column("discount_basis_points", BigInteger(), nullable=False),
     Column("unit_pusd", BigInteger(), nullable=False),
     Column("amount_pusd", BigInteger(), nullable=False),
-    # The same tokens had there been no cache: input classes at the input price then in force.
+    # The same tokens had there been no cache: input classes at the tenant's input price then in force.
     Column("amount_without_cache_pusd", BigInteger(), nullable=False),
     Column("price_version_id", Uuid(), ForeignKey("price_versions.id"), nullable=False),
-    CheckConstraint("quantity_tokens > 0", name="quantity_positive"),
-    _non_negative("unit_pusd"),
-    _non_negative("amount_without_cache_pusd"),
+    CheckConstraint("quantity_tokens <> 0", name="quantity_not_zero"),
+    _non_negative("list_unit_pusd"),
+    CheckConstraint("discount_basis_points BETWEEN 0 AND 10000", name="discount_is_a_share"),
+    # Rounded down, in the tenant's favour, so that a unit stays a whole number. In two parts: no overflow.
+    CheckConstraint(
+        "unit_pusd = list_unit_pusd / 10000 * (10000 - discount_basis_points)"
+        " + list_unit_pusd % 10000 * (10000 - discount_basis_points) / 10000",
+        name="unit_is_discounted",
+    ),
     CheckConstraint("amount_pusd = quantity_tokens * unit_pusd", name="amount_is_exact"),
+    CheckConstraint(
+        "amount_without_cache_pusd = 0 OR (amount_without_cache_pusd > 0) = (quantity_tokens > 0)",
+        name="amount_without_cache_has_the_sign",
+    ),
     UniqueConstraint("event_id", "token_class"),
 )

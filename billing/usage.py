@@ -11,27 +11,37 @@ from typing import Final
 import msgspec
 
 from billing.errors import InvalidUsage
-from billing.ids import ApiKeyId, RequestId, TenantId
+from billing.ids import ApiKeyId, ProjectId, RequestId, TenantId
 from billing.instants import Microseconds
 
 MAX_TOKENS: Final = 10**12
 """More tokens than any request has; above it a count is a mistake."""
 MAX_MODEL_CHARACTERS: Final = 256
 MAX_REASON_CHARACTERS: Final = 64
+MAX_WORKER_CHARACTERS: Final = 128
+MAX_BLOCK_NAME_CHARACTERS: Final = 64
 
 ABANDONED: Final = "abandoned"
 """The finish reason of a request whose process died or forgot it."""
 
 
 class TokenClass(StrEnum):
-    """Every token of a request is in exactly one class; each class has its own price."""
+    """Every token of a request is in exactly one class; each class has its own price.
+
+    `read` tokens lay in the memory of the device; those of `read_host`, `read_disk` and
+    `read_remote` had to be fetched from that tier. `pin` counts token-hours.
+    """
 
     INPUT = "input"
     READ = "read"
+    READ_HOST = "read_host"
+    READ_DISK = "read_disk"
+    READ_REMOTE = "read_remote"
     WRITE_AUTO = "write_auto"
     WRITE_5M = "write_5m"
     WRITE_1H = "write_1h"
     OUTPUT = "output"
+    PIN = "pin"
 
 
 class UsageKind(StrEnum):
@@ -45,16 +55,21 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Disjoint counts. The prompt is derived, so it cannot disagree with its parts.
 
     `uncached` tokens were computed, `read` tokens came from the cache, and the
-    `write_…` tokens were computed and promised to the cache for that long.
+    `write_…` tokens were computed and promised to the cache for that long. `pin_hours`
+    are token-hours: tokens kept by a pin, times the hours it was bought for.
     Raises InvalidUsage when a count is negative or beyond MAX_TOKENS.
     """
 
     uncached: int = 0
     read: int = 0
+    read_host: int = 0
+    read_disk: int = 0
+    read_remote: int = 0
     write_auto: int = 0
     write_5m: int = 0
     write_1h: int = 0
     output: int = 0
+    pin_hours: int = 0
 
     def __post_init__(self) -> None:
         for token_class, quantity in self.by_class():
@@ -65,18 +80,27 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return self.write_auto + self.write_5m + self.write_1h
 
     @property
+    def cached(self) -> int:
+        """Read from any tier."""
+        return self.read + self.read_host + self.read_disk + self.read_remote
+
+    @property
     def prompt(self) -> int:
-        return self.uncached + self.read + self.written
+        return self.uncached + self.cached + self.written
 
     def by_class(self) -> tuple[tuple[TokenClass, int], ...]:
         """All classes in a fixed order, zeros included."""
         return (
             (TokenClass.INPUT, self.uncached),
             (TokenClass.READ, self.read),
+            (TokenClass.READ_HOST, self.read_host),
+            (TokenClass.READ_DISK, self.read_disk),
+            (TokenClass.READ_REMOTE, self.read_remote),
             (TokenClass.WRITE_AUTO, self.write_auto),
             (TokenClass.WRITE_5M, self.write_5m),
             (TokenClass.WRITE_1H, self.write_1h),
             (TokenClass.OUTPUT, self.output),
+            (TokenClass.PIN, self.pin_hours),
         )
 
 
@@ -91,6 +115,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     api_key_id: ApiKeyId
     model: str
     admitted_at: Microseconds
+    project_id: ProjectId | None = None
 
     def __post_init__(self) -> None:
         _require_text("model", self.model, MAX_MODEL_CHARACTERS)
@@ -102,7 +127,8 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     `delivered` is the number of output tokens sent to the client, which a hang-up
     makes smaller than `counts.output`. `first_token_ns` is the time from admission
-    to the first token, where there was one. New fields need defaults: records of
+    to the first token, where there was one. `is_usage_missing` says that whoever computed
+    it reported no counts: they are zeros, and no estimate. New fields need defaults: records of
     older journals are read by newer code, and keep their digest.
     """
 
@@ -113,12 +139,24 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     delivered: int = 0
     finish_reason: str | None = None
     first_token_ns: int | None = None
+    is_usage_missing: bool = False
+    worker: str | None = None
+    miss_reason: str | None = None
+    deepest_block: str | None = None
 
     def __post_init__(self) -> None:
         _require_count("delivered", self.delivered)
         _require_instant("finished_at", self.finished_at)
-        if self.finish_reason is not None:
-            _require_text("finish_reason", self.finish_reason, MAX_REASON_CHARACTERS)
+        for name, text, longest in (
+            ("finish_reason", self.finish_reason, MAX_REASON_CHARACTERS),
+            ("worker", self.worker, MAX_WORKER_CHARACTERS),
+            ("miss_reason", self.miss_reason, MAX_REASON_CHARACTERS),
+            ("deepest_block", self.deepest_block, MAX_BLOCK_NAME_CHARACTERS),
+        ):
+            if text is not None:
+                _require_text(name, text, longest)
+        if self.is_usage_missing and (self.counts.prompt or self.counts.output):
+            raise InvalidUsage("counts were reported, so the usage is not missing")
         if self.first_token_ns is not None:
             _require_instant("first_token_ns", self.first_token_ns)
 

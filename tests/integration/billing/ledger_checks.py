@@ -52,6 +52,8 @@ def line_columns(line: LedgerLine) -> tuple:
     return (
         line.token_class.value,
         line.quantity,
+        line.list_unit_pusd,
+        line.discount_basis_points,
         line.unit_pusd,
         line.amount_pusd,
         line.amount_without_cache_pusd,
@@ -60,11 +62,6 @@ def line_columns(line: LedgerLine) -> tuple:
 
 
 def counts_of(row) -> TokenCounts:
-    return TokenCounts(
-        uncached=row.uncached_tokens,
-        read=row.read_tokens,
-        write_auto=row.write_auto_tokens,
-        write_5m=row.write_5m_tokens,
-        write_1h=row.write_1h_tokens,
-        output=row.output_tokens,
-    )
+    names = TokenCounts.__struct_fields__
+    columns = schema.COUNT_COLUMNS
+    return TokenCounts(**{name: getattr(row, column) for name, column in zip(names, columns, strict=True)})

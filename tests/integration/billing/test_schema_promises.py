@@ -14,15 +14,7 @@ from billing.ids import new_id
 from tests.integration.billing.ledger_checks import count, rows
 from tests.unit.billing.builders import T0, final
 
-COUNTS = [
-    "uncached_tokens",
-    "read_tokens",
-    "write_auto_tokens",
-    "write_5m_tokens",
-    "write_1h_tokens",
-    "output_tokens",
-    "delivered_tokens",
-]
+COUNTS = [*schema.COUNT_COLUMNS, "delivered_tokens"]
 APPEND_ONLY = [schema.price_versions, schema.usage_events, schema.ledger_lines]
 
 
@@ -46,7 +38,9 @@ def event_values(admitted, **changes):
         "request_id": admitted.request_id,
         "kind": "final",
         "model": admitted.model,
+        "usage_state": "reported",
         "admitted_at_us": T0,
+        "accounted_at_us": T0,
         "finished_at_us": T0,
         "payload_digest": bytes(32),
         "posted_at_us": T0,
