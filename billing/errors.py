@@ -35,6 +35,14 @@ class UnknownTenant(BillingError):
     """No such tenant."""
 
 
+class UnknownZone(BillingError):
+    """No time zone of the IANA database has the name."""
+
+
+class InvalidPeriod(BillingError):
+    """Not a month, or a period that ends before it starts."""
+
+
 class UnknownKey(BillingError):
     """No such key."""
 
