@@ -29,5 +29,7 @@ Unix epoch, UTC (`Microseconds`). Ids are UUIDv7. There is no float here.
 | `ledger`   | rating (pure) and posting (one transaction)                     |
 | `journal`  | checksummed local records that outlive the process              |
 | `meter`    | admit, observe, settle, flush, sweep                            |
-| `reports`  | what a tenant used, paid and saved                              |
+| `calendar` | where a zone's days, hours and months begin                     |
+| `totals`   | what usage adds up to, as values                                |
+| `reports`  | usage by span of time, project, key and model                   |
 """

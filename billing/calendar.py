@@ -23,14 +23,15 @@ from billing import instants
 from billing.errors import InvalidPeriod, UnknownZone
 from billing.instants import Microseconds
 
-UTC_NAME: Final = "UTC"
+MINUTE_MICROSECONDS: Final = 60 * instants.MICROSECONDS_PER_SECOND
 FIRST_YEAR: Final = 1970
+UTC_ZONE: Final = ZoneInfo("UTC")
 LAST_YEAR: Final = 9998
 LAST_INSTANT: Final = instants.from_datetime(datetime(LAST_YEAR, 12, 31, tzinfo=UTC))
 """No span reaches beyond it, whatever the zone."""
 
 Cutter = Callable[[Microseconds, Microseconds, ZoneInfo], Sequence["Span"]]
-"""Cuts `[start, end)` into spans in a zone: `days` or `hours`."""
+"""Cuts `[start, end)` into spans in a zone: `uncut`, `days`, `hours` or `minutes`."""
 
 _MONTH: Final = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
 _ONE_DAY: Final = timedelta(days=1)
@@ -81,6 +82,18 @@ def start_of_day(day: date, zone: ZoneInfo) -> Microseconds:
     return _jump_before(instant, zone)
 
 
+def uncut(start: Microseconds, end: Microseconds, zone: ZoneInfo) -> Sequence[Span]:
+    """The whole of it as one span, or none when it is empty."""
+    return [Span(label="", start=start, end=end)] if start < end else []
+
+
+def minutes(start: Microseconds, end: Microseconds, zone: ZoneInfo) -> Sequence[Span]:
+    """Minutes of UTC, which are those of every zone now in use; labelled like hours."""
+    first = start - start % MINUTE_MICROSECONDS
+    cuts = (Microseconds(cut) for cut in range(first, end + MINUTE_MICROSECONDS, MINUTE_MICROSECONDS))
+    return _clipped(((_clock(cut, zone), cut) for cut in cuts), start, end)
+
+
 def days(start: Microseconds, end: Microseconds, zone: ZoneInfo) -> Sequence[Span]:
     """The civil days of `[start, end)`, labelled `2026-11-03`; the first and the last may be cut short."""
     return _clipped(_day_cuts(start, end, zone), start, end)
@@ -120,7 +133,7 @@ def _hour_cuts(start: Microseconds, end: Microseconds, zone: ZoneInfo) -> Iterat
     finish = end
     for (_, begin), (_, finish) in pairwise(_day_cuts(start, end, zone)):
         for cut in _hours_of_day(begin, finish, zone):
-            yield _local(cut, zone).isoformat(timespec="minutes"), cut
+            yield _clock(cut, zone), cut
     yield "", finish
 
 
@@ -158,6 +171,10 @@ def _jump_before(instant: Microseconds, zone: ZoneInfo) -> Microseconds:
 @cache
 def _zone_names() -> frozenset[str]:
     return frozenset(available_timezones())
+
+
+def _clock(instant: Microseconds, zone: ZoneInfo) -> str:
+    return _local(instant, zone).isoformat(timespec="minutes")
 
 
 def _local(instant: Microseconds, zone: ZoneInfo) -> datetime:

@@ -1,154 +1,294 @@
-"""What a tenant used, paid and saved in a period.
+"""What was used, paid and saved: in a period, by whatever it is asked for.
 
-Knows events and ledger lines. Does not know time zones or how a figure is shown.
+Knows roll-ups, events and ledger lines. Does not know how a figure is shown, nor where a
+zone's days begin: whoever asks brings the spans.
+
+Full 15-minute buckets are read from the roll-ups, and what a span cuts off a bucket from the events
+of that bucket alone. Every event is accounted to one instant, so spans that follow each
+other add up to the span that they make together, wherever they are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from fractions import Fraction
-from typing import Final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+from zoneinfo import ZoneInfo
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, FromClause, cast, func, literal_column, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    FromClause,
+    RowMapping,
+    Select,
+    cast,
+    func,
+    literal_column,
+    or_,
+    select,
+    text,
+)
 
 from billing import schema
+from billing.calendar import UTC_ZONE, Cutter, Span, uncut
 from billing.db import Database
-from billing.ids import TenantId
-from billing.instants import BUCKET_MICROSECONDS, Microseconds
+from billing.errors import InvalidPeriod
+from billing.ids import ApiKeyId, ProjectId, TenantId
+from billing.instants import BUCKET_MICROSECONDS, Microseconds, bucket_start
+from billing.totals import ClassTotals, UsageTotals
+from billing.usage import TokenClass
 
 CURRENCY: Final = "USD"
+MAX_SPANS: Final = 1_500
+"""As many as a day has minutes, and some. More would be a report that nobody reads."""
 
 # SQLite's SUM refuses to pass 64 bits. Halves of values cannot, below two milliard rows in a bucket.
 _HALF_BITS: Final = 32
 _HALF_MASK: Final = 2**_HALF_BITS - 1
 
-_events = schema.usage_events.c
-_lines = schema.ledger_lines.c
-
-_EVENT_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
-    "requests": cast(literal_column("1"), BigInteger()),
-    "uncached_tokens": _events.uncached_tokens,
-    "read_tokens": _events.read_tokens
-    + _events.read_host_tokens
-    + _events.read_disk_tokens
-    + _events.read_remote_tokens,
-    "written_tokens": _events.write_auto_tokens + _events.write_5m_tokens + _events.write_1h_tokens,
-    "output_tokens": _events.output_tokens,
-}
+_ONE: Final = cast(literal_column("1"), BigInteger())
+_events: Final = schema.usage_events.c
+_lines: Final = schema.ledger_lines.c
 _LINE_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
+    "quantity": _lines.quantity_tokens,
+    "list_amount_pusd": _lines.quantity_tokens * _lines.list_unit_pusd,
     "amount_pusd": _lines.amount_pusd,
     "amount_without_cache_pusd": _lines.amount_without_cache_pusd,
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageTotals:
-    """Exact sums. Written tokens are part of the prompt, like uncached and read ones."""
+class Dimension(StrEnum):
+    """What usage can be told apart by. Token classes are apart anyway, and time is cut by spans."""
 
-    requests: int = 0
-    uncached_tokens: int = 0
-    read_tokens: int = 0
-    written_tokens: int = 0
-    output_tokens: int = 0
-    amount_pusd: int = 0
-    amount_without_cache_pusd: int = 0
+    TENANT = "tenant_id"
+    PROJECT = "project_id"
+    API_KEY = "api_key_id"
+    MODEL = "model"
 
-    @property
-    def prompt_tokens(self) -> int:
-        return self.uncached_tokens + self.read_tokens + self.written_tokens
 
-    @property
-    def saved_pusd(self) -> int:
-        """Reads at the discount, minus write premiums: can be negative."""
-        return self.amount_without_cache_pusd - self.amount_pusd
+class Group(NamedTuple):
+    """Whose usage it is. None: not asked for, or a key that belongs to no project."""
 
-    @property
-    def hit_share(self) -> Fraction:
-        """Read tokens of all prompt tokens, exact; 0 when there were none."""
-        return Fraction(self.read_tokens, self.prompt_tokens or 1)
-
-    @property
-    def hit_basis_points(self) -> int:
-        """`hit_share` in hundredths of a percent, rounded down. `money.format_basis_points` shows it."""
-        return self.read_tokens * 10_000 // (self.prompt_tokens or 1)
-
-    def __add__(self, other: UsageTotals) -> UsageTotals:
-        return UsageTotals(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
+    tenant_id: TenantId | None = None
+    project_id: ProjectId | None = None
+    api_key_id: ApiKeyId | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UsageBucket:
-    """The requests admitted in the 15 minutes from `start`."""
+class Selection:
+    """Which usage is meant. None is no condition, and an empty collection is met by nothing."""
 
-    start: Microseconds
+    tenant_ids: Collection[TenantId] | None = None
+    project_ids: Collection[ProjectId] | None = None
+    api_key_ids: Collection[ApiKeyId] | None = None
+    models: Collection[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUsage:
+    """One group's usage in one span."""
+
+    span: Span
+    group: Group
     totals: UsageTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
-    """Requests admitted in `[start, end)`. Buckets without requests are left out."""
+    """One tenant's usage accounted to `[start, end)`. Spans without any are left out."""
 
     tenant_id: TenantId
     start: Microseconds
     end: Microseconds
     currency: str
     totals: UsageTotals
-    buckets: Sequence[UsageBucket]
+    spans: Sequence[GroupUsage]
 
 
-def usage_report(db: Database, *, tenant_id: TenantId, start: Microseconds, end: Microseconds) -> UsageReport:
-    """Raises ValueError when `end` is before `start`."""
-    if end < start:
-        raise ValueError(f"the period ends ({end}) before it starts ({start})")
-    events = schema.usage_events.c
-    period = (
-        (events.tenant_id == tenant_id) & (events.accounted_at_us >= start) & (events.accounted_at_us < end)
-    )
-    with db.read() as connection:
-        counts = _sums_by_bucket(connection, _EVENT_SUMS, schema.usage_events, period)
-        amounts = _sums_by_bucket(
-            connection, _LINE_SUMS, schema.ledger_lines.join(schema.usage_events), period
-        )
-    buckets = [
-        UsageBucket(start=bucket, totals=UsageTotals(**counts[bucket], **amounts.get(bucket, {})))
-        for bucket in sorted(counts)
-    ]
+def usage_report(
+    db: Database,
+    *,
+    tenant_id: TenantId,
+    start: Microseconds,
+    end: Microseconds,
+    cutter: Cutter = uncut,
+    zone: ZoneInfo = UTC_ZONE,
+) -> UsageReport:
+    """A tenant's usage in `[start, end)`, also by the spans that `cutter` makes of it in a zone.
+
+    Raises InvalidPeriod when `end` is before `start`.
+    """
+    require_forwards(start, end)
+    spans = grouped_usage(db, Selection(tenant_ids=[tenant_id]), cutter(start, end, zone))
     return UsageReport(
         tenant_id=tenant_id,
         start=start,
         end=end,
         currency=CURRENCY,
-        totals=sum((bucket.totals for bucket in buckets), start=UsageTotals()),
-        buckets=buckets,
+        totals=sum((one.totals for one in spans), start=UsageTotals()),
+        spans=spans,
     )
 
 
-def _sums_by_bucket(
-    connection: Connection,
-    sums: Mapping[str, ColumnElement[int]],
-    source: FromClause,
-    period: ColumnElement[bool],
-) -> dict[Microseconds, dict[str, int]]:
-    """Exact sums of each bucket of the period, also where a sum is wider than 64 bits."""
-    accounted_at = schema.usage_events.c.accounted_at_us
-    bucket = accounted_at - accounted_at % BUCKET_MICROSECONDS
-    halves = [
+def require_forwards(start: Microseconds, end: Microseconds) -> None:
+    """Raises InvalidPeriod."""
+    if end < start:
+        raise InvalidPeriod(f"the period ends ({end}) before it starts ({start})")
+
+
+def grouped_usage(
+    db: Database, selection: Selection, spans: Sequence[Span], *, by: Collection[Dimension] = ()
+) -> Sequence[GroupUsage]:
+    """Every group that has usage in a span, in order of spans, and of groups in none.
+
+    The spans follow each other without gaps, as `calendar` cuts them; at most `MAX_SPANS`.
+    """
+    with db.read() as connection:
+        return usage_within(connection, selection, spans, by=by)
+
+
+def usage_within(
+    connection: Connection, selection: Selection, spans: Sequence[Span], *, by: Collection[Dimension] = ()
+) -> Sequence[GroupUsage]:
+    """`grouped_usage`, in a transaction of the caller's."""
+    assert len(spans) <= MAX_SPANS, "whoever asks has a limit of its own"
+    assert all(span.start < span.end for span in spans), "a span holds something"
+    assert all(earlier.end == later.start for earlier, later in pairwise(spans)), "spans leave no gaps"
+    if not spans:
+        return []
+    query = _Query(selection=selection, spans=spans, by=list(by))
+    found: dict[tuple[int, Group], UsageTotals] = {}
+    for place, group, totals in query.from_events(connection):
+        found[place, group] = found.get((place, group), UsageTotals()) + totals
+    in_order = sorted(found, key=lambda key: key[0])
+    return [
+        GroupUsage(span=spans[place], group=group, totals=found[place, group]) for place, group in in_order
+    ]
+
+
+_Range = tuple[int, int]
+"""From an instant to another, which is left out."""
+
+_Row = tuple[int, Group, UsageTotals]
+"""The place of a span, a group, and some of what it used there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Rows that carry an instant, and whose they are."""
+
+    rows: FromClause
+    instant: ColumnElement[int]
+    dimensions: Mapping[Dimension, ColumnElement[Any]]
+
+
+_ADMITTED: Final = schema.usage_events.join(schema.requests, schema.requests.c.id == _events.request_id)
+_EVENTS: Final = _Source(
+    rows=_ADMITTED,
+    instant=_events.accounted_at_us,
+    dimensions={
+        Dimension.TENANT: _events.tenant_id,
+        Dimension.PROJECT: schema.requests.c.project_id,
+        Dimension.API_KEY: schema.requests.c.api_key_id,
+        Dimension.MODEL: _events.model,
+    },
+)
+_LINES: Final = replace(_EVENTS, rows=_ADMITTED.join(schema.ledger_lines, _lines.event_id == _events.id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Query:
+    selection: Selection
+    spans: Sequence[Span]
+    by: Sequence[Dimension]
+
+    def from_events(self, connection: Connection) -> Iterable[_Row]:
+        ranges = [(self.spans[0].start, self.spans[-1].end)]
+        counted = self._sums(_EVENTS, {"requests": _ONE}, ranges).where(text(schema.TERMINAL))
+        for row in connection.execute(counted).mappings():
+            yield row["place"], self._group(row), UsageTotals(requests=_whole(row, "requests"))
+        token_class = _lines.token_class
+        rated = self._sums(_LINES, _LINE_SUMS, ranges).add_columns(token_class).group_by(token_class)
+        for row in connection.execute(rated).mappings():
+            totals = ClassTotals(**{name: _whole(row, name) for name in _LINE_SUMS})
+            by_class = {TokenClass(row["token_class"]): totals}
+            yield row["place"], self._group(row), UsageTotals(by_class=by_class)
+
+    def _sums(
+        self, source: _Source, sums: Mapping[str, ColumnElement[int]], ranges: Sequence[_Range]
+    ) -> Select[Any]:
+        place: ColumnElement[int] = literal_column(
+            _place(str(source.instant), [span.start for span in self.spans])
+        )
+        apart = [source.dimensions[one].label(one) for one in self.by]
+        return (
+            select(place.label("place"), *apart, *_halves(sums))
+            .select_from(source.rows)
+            .where(or_(*(source.instant.between(start, end - 1) for start, end in ranges)))
+            .where(*self._conditions(source))
+            .group_by("place", *apart)
+        )
+
+    def _conditions(self, source: _Source) -> Iterator[ColumnElement[bool]]:
+        chosen = self.selection
+        wanted = (chosen.tenant_ids, chosen.project_ids, chosen.api_key_ids, chosen.models)
+        for dimension, values in zip(Dimension, wanted, strict=True):
+            if values is not None:
+                yield source.dimensions[dimension].in_(values)
+        if chosen.tenant_ids is None:
+            # No condition, but the way into an index that begins with the tenant.
+            yield source.dimensions[Dimension.TENANT].in_(select(schema.tenants.c.id))
+
+    def _group(self, row: RowMapping) -> Group:
+        return Group(**{one.value: row[one] for one in self.by})
+
+
+def _place(column: str, starts: Sequence[int], first: int = 0) -> str:
+    """SQL for a value's place among ascending starts: as many questions as in a binary search."""
+    if len(starts) == 1:
+        return str(first)
+    middle = len(starts) // 2
+    before, after = _place(column, starts[:middle], first), _place(column, starts[middle:], first + middle)
+    return f"CASE WHEN {column} < {int(starts[middle])} THEN {before} ELSE {after} END"
+
+
+def _full_buckets(span: Span) -> _Range | None:
+    start, end = bucket_start(Microseconds(span.start + BUCKET_MICROSECONDS - 1)), bucket_start(span.end)
+    return (start, end) if start < end else None
+
+
+def _cut_off(span: Span) -> Iterator[_Range]:
+    """What is left of a span beside its full buckets."""
+    full = _full_buckets(span)
+    parts = [(span.start, span.end)] if full is None else [(span.start, full[0]), (full[1], span.end)]
+    return (part for part in parts if part[0] < part[1])
+
+
+def _joined(ranges: Iterable[_Range]) -> Sequence[_Range]:
+    """Ascending ranges; those that touch become one."""
+    joined: list[_Range] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _halves(sums: Mapping[str, ColumnElement[int]]) -> list[ColumnElement[int]]:
+    return [
         half.label(f"{name}_{part}")
         for name, column in sums.items()
         for part, half in (("high", func.sum(_high(column))), ("low", func.sum(_low(column))))
     ]
-    rows = connection.execute(
-        select(bucket.label("bucket"), *halves).select_from(source).where(period).group_by(bucket)
-    ).mappings()
-    return {
-        Microseconds(int(row["bucket"])): {
-            name: (int(row[f"{name}_high"]) << _HALF_BITS) + int(row[f"{name}_low"]) for name in sums
-        }
-        for row in rows
-    }
+
+
+def _whole(row: RowMapping, name: str) -> int:
+    return (int(row[f"{name}_high"]) << _HALF_BITS) + int(row[f"{name}_low"])
 
 
 # Literals, because PostgreSQL shifts by a 32-bit integer and a parameter would be a 64-bit one.

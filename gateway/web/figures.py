@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from billing import instants
 from billing.instants import Microseconds
-from billing.reports import UsageTotals
+from billing.totals import UsageTotals
 from gateway.web.usage import HOUR, HOUR_MICROSECONDS, Hour
 
 Figure = dict[str, Any]

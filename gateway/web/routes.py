@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from billing import instants
+from billing import calendar, instants
 from billing.accounts import KeyDigest, KeyHasher, Principal, authenticate
 from billing.db import Database
 from billing.errors import DatabaseUnavailable, MalformedKey, MeterUnavailable
@@ -104,7 +104,13 @@ class Dashboard:
             start, end = usage.day_of(self.clock())
             is_behind = not await self._run(self._catch_up)
             report = await self._run(
-                lambda: usage_report(self.database, tenant_id=visit.principal.tenant_id, start=start, end=end)
+                lambda: usage_report(
+                    self.database,
+                    tenant_id=visit.principal.tenant_id,
+                    start=start,
+                    end=end,
+                    cutter=calendar.hours,
+                )
             )
         except _SignedOut as ended:
             return _to_sign_in(request, ended.reason)

@@ -14,7 +14,8 @@ from typing import Final
 from billing import instants
 from billing.instants import MICROSECONDS_PER_SECOND, Microseconds
 from billing.money import format_basis_points, format_dollars
-from billing.reports import UsageReport, UsageTotals
+from billing.reports import UsageReport
+from billing.totals import UsageTotals
 
 DAY: Final = timedelta(days=1)
 HOUR: Final = timedelta(hours=1)
@@ -63,12 +64,8 @@ def day_of(now: Microseconds) -> tuple[Microseconds, Microseconds]:
 
 
 def hours_of(report: UsageReport) -> Sequence[Hour]:
-    """The hours in which something was admitted, in order. The report starts on a full hour."""
-    hours: dict[Microseconds, UsageTotals] = {}
-    for bucket in report.buckets:
-        start = Microseconds(bucket.start - bucket.start % HOUR_MICROSECONDS)
-        hours[start] = hours.get(start, UsageTotals()) + bucket.totals
-    return [Hour(start=start, totals=totals) for start, totals in sorted(hours.items())]
+    """The hours in which something was used, in order. The report is cut by hours."""
+    return [Hour(start=used.span.start, totals=used.totals) for used in report.spans]
 
 
 def rows_of(report: UsageReport) -> Sequence[Row]:

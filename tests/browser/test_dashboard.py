@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from billing.money import format_basis_points, format_dollars
-from billing.reports import UsageTotals
+from billing.totals import UsageTotals
 from billing.usage import TokenCounts
 from gateway.web import routes
 from gateway.web.sessions import IDLE_LIFETIME

@@ -3,14 +3,17 @@ from fractions import Fraction
 
 import pytest
 
+from billing.calendar import hours
+from billing.errors import InvalidPeriod
 from billing.instants import BUCKET_MICROSECONDS
 from billing.ledger import rate
 from billing.meter import Meter
 from billing.money import format_dollars
 from billing.price_sheet import parse_price_sheet
 from billing.prices import price_in_force, publish
-from billing.reports import UsageTotals, usage_report
-from billing.usage import MAX_TOKENS, UsageKind
+from billing.reports import usage_report
+from billing.totals import ClassTotals, UsageTotals
+from billing.usage import MAX_TOKENS, TokenClass, UsageKind
 from tests.integration.billing.conftest import new_account
 from tests.integration.billing.ledger_checks import check_ledger
 from tests.unit.billing.builders import T0, final
@@ -24,8 +27,17 @@ def settle_all(meter: Meter, events) -> None:
     meter.flush()
 
 
-def report(db, account, start=T0, end=T0 + DAY):
-    return usage_report(db, tenant_id=account.tenant.id, start=start, end=end)
+def report(db, account, start=T0, end=T0 + DAY, **cut):
+    return usage_report(db, tenant_id=account.tenant.id, start=start, end=end, **cut)
+
+
+def at_price(quantity: int, unit_pusd: int, *, without_cache: int) -> ClassTotals:
+    return ClassTotals(
+        quantity=quantity,
+        list_amount_pusd=quantity * unit_pusd,
+        amount_pusd=quantity * unit_pusd,
+        amount_without_cache_pusd=quantity * without_cache,
+    )
 
 
 def test_a_report_says_what_was_used_paid_and_saved(db, account, new_meter):
@@ -37,13 +49,15 @@ def test_a_report_says_what_was_used_paid_and_saved(db, account, new_meter):
     totals = report(db, account).totals
     assert totals == UsageTotals(
         requests=2,
-        uncached_tokens=1_030,
-        read_tokens=970,
-        written_tokens=0,
-        output_tokens=20,
-        amount_pusd=1_030 * 3_000_000 + 970 * 300_000 + 20 * 15_000_000,
-        amount_without_cache_pusd=2_000 * 3_000_000 + 20 * 15_000_000,
+        by_class={
+            TokenClass.INPUT: at_price(1_030, 3_000_000, without_cache=3_000_000),
+            TokenClass.READ: at_price(970, 300_000, without_cache=3_000_000),
+            TokenClass.OUTPUT: at_price(20, 15_000_000, without_cache=15_000_000),
+        },
     )
+    assert (totals.uncached_tokens, totals.read_tokens, totals.output_tokens) == (1_030, 970, 20)
+    assert totals.amount_pusd == 1_030 * 3_000_000 + 970 * 300_000 + 20 * 15_000_000
+    assert totals.amount_without_cache_pusd == 2_000 * 3_000_000 + 20 * 15_000_000
     assert totals.saved_pusd == 970 * 2_700_000
     assert totals.hit_share == Fraction(970, 2_000)
     assert totals.hit_basis_points == 4_850
@@ -69,19 +83,19 @@ def test_a_tenant_sees_its_own_requests_alone(db, account, new_meter):
 def test_an_empty_period_is_all_zeros(db, account):
     empty = report(db, account)
     assert empty.totals == UsageTotals()
-    assert empty.buckets == []
+    assert empty.spans == []
     assert empty.totals.hit_share == 0
 
 
 def test_a_period_that_ends_before_it_starts_is_refused(db, account):
-    with pytest.raises(ValueError, match="before it starts"):
+    with pytest.raises(InvalidPeriod, match="before it starts"):
         report(db, account, start=T0, end=T0 - 1)
 
 
 def test_a_request_belongs_to_the_instant_of_its_admission(db, account, new_meter):
     late = account.admission(admitted_at=T0 + BUCKET_MICROSECONDS - 1)
     settle_all(new_meter(), [final(late, uncached=5)])  # ends in the next bucket
-    assert [bucket.start for bucket in report(db, account).buckets] == [T0]
+    assert [used.span.start for used in report(db, account, cutter=hours).spans] == [T0]
     assert report(db, account, end=late.admitted_at).totals.requests == 0
     assert report(db, account, end=late.admitted_at + 1).totals.requests == 1
 
@@ -113,7 +127,8 @@ def test_random_requests_add_up_however_the_period_is_cut(db, account, new_meter
     assert whole.totals.amount_pusd == sum(
         line.amount_pusd for event in events for line in rate(event.counts, price)
     )
-    assert sum((bucket.totals for bucket in whole.buckets), UsageTotals()) == whole.totals
+    by_hour = report(db, account, cutter=hours)
+    assert sum((hour.totals for hour in by_hour.spans), UsageTotals()) == by_hour.totals == whole.totals
     for _ in range(10):
         cut = T0 + rng.randrange(DAY)
         assert report(db, account, end=cut).totals + report(db, account, start=cut).totals == whole.totals

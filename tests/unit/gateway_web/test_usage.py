@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from billing import instants
+from billing.calendar import Span
 from billing.ids import TenantId, new_id
-from billing.instants import BUCKET_MICROSECONDS, Microseconds
-from billing.reports import UsageBucket, UsageReport, UsageTotals
+from billing.instants import Microseconds
+from billing.reports import Group, GroupUsage, UsageReport
+from billing.totals import ClassTotals, UsageTotals
+from billing.usage import TokenClass
 from gateway.web.figures import day_figure
 from gateway.web.usage import HOUR_MICROSECONDS, day_of, hours_of, rows_of
 
@@ -23,36 +26,41 @@ DAY_START, DAY_END = day_of(instants.from_datetime(datetime(2026, 3, 12, 15, 40,
 counts = st.integers(0, 10**15)
 
 
+class_totals = st.builds(
+    ClassTotals,
+    quantity=counts,
+    list_amount_pusd=counts,
+    amount_pusd=counts,
+    amount_without_cache_pusd=counts,
+)
+totals = st.builds(
+    UsageTotals,
+    requests=st.integers(1, 10**6),
+    by_class=st.dictionaries(st.sampled_from(TokenClass), class_totals),
+)
+
+
 @st.composite
 def reports(draw: st.DrawFn) -> UsageReport:
     """Any day, also an empty one."""
-    buckets = [
-        UsageBucket(
-            start=Microseconds(DAY_START + index * BUCKET_MICROSECONDS),
-            totals=UsageTotals(
-                requests=draw(st.integers(1, 10**6)),
-                uncached_tokens=draw(counts),
-                read_tokens=draw(counts),
-                written_tokens=draw(counts),
-                output_tokens=draw(counts),
-                amount_pusd=draw(counts),
-                amount_without_cache_pusd=draw(counts),
-            ),
-        )
-        for index in sorted(draw(st.sets(st.integers(0, 95), max_size=6)))
-    ]
-    return report_of(buckets)
+    used = draw(st.dictionaries(st.integers(0, 23), totals, max_size=6))
+    return report_of({hour: used[hour] for hour in sorted(used)})
 
 
-def report_of(buckets: list[UsageBucket]) -> UsageReport:
+def report_of(hours: dict[int, UsageTotals]) -> UsageReport:
     return UsageReport(
         tenant_id=TenantId(new_id()),
         start=DAY_START,
         end=DAY_END,
         currency="USD",
-        totals=sum((bucket.totals for bucket in buckets), start=UsageTotals()),
-        buckets=buckets,
+        totals=sum(hours.values(), start=UsageTotals()),
+        spans=[GroupUsage(span=hour_span(hour), group=Group(), totals=used) for hour, used in hours.items()],
     )
+
+
+def hour_span(hour: int) -> Span:
+    start = DAY_START + hour * HOUR_MICROSECONDS
+    return Span(label="", start=Microseconds(start), end=Microseconds(start + HOUR_MICROSECONDS))
 
 
 def any_report(test: Callable[[UsageReport], None]) -> Callable[[], None]:
@@ -86,10 +94,9 @@ def test_rows_show_the_reports_own_numbers(report: UsageReport) -> None:
 
 
 def test_written_input_can_cost_more_than_it_saved() -> None:
-    totals = UsageTotals(requests=1, amount_pusd=125 * 10**9, amount_without_cache_pusd=100 * 10**9)
-    saved = next(
-        row for row in rows_of(report_of([UsageBucket(start=DAY_START, totals=totals)])) if row.key == "saved"
-    )
+    written = ClassTotals(quantity=1, amount_pusd=125 * 10**9, amount_without_cache_pusd=100 * 10**9)
+    totals = UsageTotals(requests=1, by_class={TokenClass.WRITE_5M: written})
+    saved = next(row for row in rows_of(report_of({0: totals})) if row.key == "saved")
     assert (saved.value, saved.shown) == ("-0.025", "−0.025")
 
 
@@ -115,14 +122,12 @@ def in_one_colour(value: Any) -> Any:
 
 
 def test_an_hour_without_input_has_no_share() -> None:
-    buckets = [
-        UsageBucket(start=DAY_START, totals=UsageTotals(requests=1)),
-        UsageBucket(
-            start=Microseconds(DAY_START + 5 * BUCKET_MICROSECONDS),
-            totals=UsageTotals(requests=1, uncached_tokens=25, read_tokens=75),
-        ),
-    ]
-    figure = day_figure(hours_of(report_of(buckets)), start=DAY_START, end=DAY_END)
+    input_tokens = {
+        TokenClass.INPUT: ClassTotals(quantity=25),
+        TokenClass.READ_DISK: ClassTotals(quantity=75),
+    }
+    used = {0: UsageTotals(requests=1), 1: UsageTotals(requests=1, by_class=input_tokens)}
+    figure = day_figure(hours_of(report_of(used)), start=DAY_START, end=DAY_END)
     share = figure["data"][2]
     assert share["y"][:3] == [None, 75.0, None]
     assert share["customdata"][1] == "01:00–02:00"
