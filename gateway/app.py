@@ -24,7 +24,6 @@ from starlette.routing import BaseRoute, Route
 from billing import instants
 from billing.accounts import KeyDigest, Principal, authenticate
 from billing.db import Database, open_database
-from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.instants import Clock
 from billing.meter import Meter
 from gateway.auth import Authenticator, bearer_key, key_hasher
@@ -38,14 +37,13 @@ from gateway.edge.errors import (
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
-    ServiceUnavailable,
 )
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.reporting import Reporting
 from gateway.roster import Roster
 from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
 from gateway.settings import Settings
-from gateway.usage import parse_period, read_usage
 from gateway.web.routes import Dashboard
 from gateway.web.sessions import SessionStore
 from gateway.workers import PhaseTimeouts
@@ -165,10 +163,10 @@ def build_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", _list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", _show_model, methods=["GET"]),
-            Route("/v1/usage", _show_usage, methods=["GET"]),
             Route("/health/liveness", _liveness, methods=["GET"]),
             Route("/health/readiness", _readiness, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
+            *_reporting(gateway).routes(),
             *_dashboard(gateway, clock).routes(),
             *extra_routes,
         ],
@@ -184,6 +182,15 @@ def _timeouts(settings: Settings) -> PhaseTimeouts:
         connect_seconds=settings.connect_timeout_seconds,
         first_event_seconds=settings.first_event_timeout_seconds,
         between_events_seconds=settings.between_events_timeout_seconds,
+    )
+
+
+def _reporting(gateway: Gateway) -> Reporting:
+    return Reporting(
+        authenticator=gateway.authenticator,
+        database=gateway.database,
+        meter=gateway.meter,
+        executor=gateway.database_threads,
     )
 
 
@@ -227,20 +234,6 @@ async def _show_model(request: Request) -> Response:
             f"The model '{name}' does not exist or you do not have access to it.", param="model"
         )
     return _json(openai.encode_model(name, created=gateway.created))
-
-
-async def _show_usage(request: Request) -> Response:
-    gateway = _gateway(request)
-    principal = await gateway.authenticate(bearer_key(request.headers.get("authorization")))
-    period = parse_period(request.query_params, now=instants.now())
-    try:
-        return _json(
-            await asyncio.get_running_loop().run_in_executor(
-                gateway.database_threads, read_usage, gateway.database, gateway.meter, principal, period
-            )
-        )
-    except (DatabaseUnavailable, MeterUnavailable) as error:
-        raise ServiceUnavailable("Usage cannot be read at the moment.") from error
 
 
 async def _liveness(_: Request) -> Response:

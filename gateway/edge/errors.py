@@ -63,6 +63,14 @@ class Unauthenticated(ApiError):
     code = "invalid_api_key"
 
 
+class PermissionDenied(ApiError):
+    """The key works, but not for this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_permissions"
+
+
 class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"

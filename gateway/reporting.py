@@ -1,0 +1,87 @@
+"""The addresses at which usage and money are read: a tenant's own, and everybody's.
+
+Knows who may read what. Does not know how anything is added up or shown: each answer
+has one owner, and whatever blocks runs on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from billing import instants
+from billing.accounts import Principal, Role
+from billing.db import Database
+from billing.errors import DatabaseUnavailable, MeterUnavailable
+from billing.meter import Meter
+from gateway import organization, usage
+from gateway.auth import Authenticator, bearer_key
+from gateway.edge import openai
+from gateway.edge.errors import PermissionDenied, ServiceUnavailable
+
+POSTING_SECONDS: Final = 2
+"""How long a report waits for what was just settled to be posted."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporting:
+    """Every handler."""
+
+    authenticator: Authenticator
+    database: Database
+    meter: Meter
+    executor: Executor
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return (
+            Route("/v1/usage", self.show_usage, methods=["GET"]),
+            Route("/v1/organization/usage/completions", self.show_completions, methods=["GET"]),
+            Route("/v1/organization/costs", self.show_costs, methods=["GET"]),
+        )
+
+    async def show_usage(self, request: Request) -> Response:
+        principal = await self._principal(request)
+        items, now = request.query_params.multi_items(), instants.now()
+        return await self._json(lambda: usage.read_usage(self.database, principal.tenant_id, items, now=now))
+
+    async def show_completions(self, request: Request) -> Response:
+        await self._admin(request)
+        query = organization.parse_usage_query(request.query_params.multi_items(), now=instants.now())
+        return await self._json(lambda: organization.read_usage_page(self.database, query))
+
+    async def show_costs(self, request: Request) -> Response:
+        await self._admin(request)
+        query = organization.parse_costs_query(request.query_params.multi_items(), now=instants.now())
+        return await self._json(lambda: organization.read_costs_page(self.database, query))
+
+    async def _principal(self, request: Request) -> Principal:
+        return await self.authenticator.authenticate(bearer_key(request.headers.get("authorization")))
+
+    async def _admin(self, request: Request) -> None:
+        """Raises `PermissionDenied` for a key that is its tenant's alone."""
+        if (await self._principal(request)).role is not Role.ADMIN:
+            raise PermissionDenied("This needs an admin key: headstart keys create --admin.")
+
+    async def _json(self, read: Callable[[], bytes]) -> Response:
+        return Response(await self._posted(read), media_type=openai.JSON_TYPE)
+
+    async def _posted(self, read: Callable[[], T]) -> T:
+        """What is read once that which was settled by now is posted. Raises `ServiceUnavailable`."""
+
+        def read_posted() -> T:
+            self.meter.flush(timeout_seconds=POSTING_SECONDS)
+            return read()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.executor, read_posted)
+        except (DatabaseUnavailable, MeterUnavailable) as error:
+            raise ServiceUnavailable("Usage cannot be read at the moment.") from error
