@@ -4,7 +4,9 @@ Knows block tables, positions and rows as integers. Does not know tensors.
 
 Every row attends to its whole context, once. Sequences that decode and hold the
 same leading blocks attend to those in one segment together, and to the rest
-each in its own; a row with several segments gets its parts merged.
+each in its own. Blocks that lie side by side are a segment of their own where they
+are many: they are read in place, and only what lies scattered is copied together.
+A row with several segments gets its parts merged.
 The idea of computing attention over a shared prefix once: ChunkAttention,
 Ye et al. 2024; the merge by log-sum-exp: FlashAttention-2, Dao 2023.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_SHARED_BLOCKS = 4
 """Below this a shared segment saves less than its merge costs."""
@@ -21,6 +23,9 @@ MIN_SHARED_BLOCKS = 4
 MAX_BATCHED_TOKENS = 256
 """Single rows over no more tokens than this are computed in one batch: copying them together costs less
 than a call for each. Longer ones are read where they lie."""
+
+MIN_RUN_TOKENS = 256
+"""Below this, copying a run with its neighbours costs less than a part of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,7 @@ class Segment:
     row_multiple: int = 1
 
 
-def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:
+def segments_of(spans: Items[Span], block_size: int, min_run_tokens: int = MIN_RUN_TOKENS) -> list[Segment]:
     """The segments of a step. Each (row, visible token) pair is in exactly one."""
     segments: list[Segment] = []
     decoding: defaultdict[int, list[Span]] = defaultdict(list)
@@ -74,23 +79,59 @@ def segments_of(spans: Items[Span], block_size: int) -> list[Segment]:
             segments.extend(map(_whole, group))
         else:
             segments.extend(_shared(group, shared * block_size))
-    return segments
+    return [part for segment in segments for part in _at_runs(segment, block_size, min_run_tokens)]
 
 
 def split_off_short(segments: Items[Segment]) -> tuple[list[Segment], list[Segment]]:
     """Segments that are computed in one batch, none or two at least, and the others.
 
     The batch is in the order of its rows: where it is all there is, nothing else puts them in place.
+    A row is in it once, with the first of its short parts.
     """
-    short = sorted((one for one in segments if _is_short(one)), key=lambda one: one.rows[0])
-    if len(short) == 1:
+    first_of = {one.rows[0]: one for one in reversed(segments) if _is_short(one)}
+    if len(first_of) <= 1:
         return [], list(segments)
-    return short, [one for one in segments if not _is_short(one)]
+    short = [first_of[row] for row in sorted(first_of)]
+    return short, [one for one in segments if one is not first_of.get(one.rows[0])]
 
 
 def _is_short(segment: Segment) -> bool:
     single = len(segment.rows) == segment.row_multiple == 1 and segment.causal_from is None
     return single and segment.stop - segment.start <= MAX_BATCHED_TOKENS
+
+
+def _at_runs(segment: Segment, block_size: int, min_run_tokens: int) -> list[Segment]:
+    """A segment's parts: the long ones lie side by side, and what some rows do not see is in the last."""
+    bounds = _run_bounds(segment.block_table, segment.start, segment.stop, block_size, min_run_tokens)
+    if len(bounds) == 1:
+        return [segment]
+    if segment.causal_from is not None:
+        last = next(index for index, (_, stop) in enumerate(bounds) if stop > segment.causal_from)
+        bounds[last:] = [(bounds[last][0], segment.stop)]
+    parts = [replace(segment, start=start, stop=stop, causal_from=None) for start, stop in bounds]
+    parts[-1] = replace(parts[-1], causal_from=segment.causal_from)
+    return parts
+
+
+def _run_bounds(
+    block_table: Items[int], start: int, stop: int, block_size: int, min_run_tokens: int
+) -> list[tuple[int, int]]:
+    """Where tokens `start` to `stop` are cut: around each long run of blocks that lie side by side."""
+    bounds: list[tuple[int, int]] = []
+    scattered_from = run_from = start
+    for index in range(start // block_size + 1, -(-stop // block_size) + 1):
+        end = min(index * block_size, stop)
+        if end < stop and block_table[index] == block_table[index - 1] + 1:
+            continue
+        if end - run_from >= min_run_tokens:
+            if scattered_from < run_from:
+                bounds.append((scattered_from, run_from))
+            bounds.append((run_from, end))
+            scattered_from = end
+        run_from = end
+    if scattered_from < stop:
+        bounds.append((scattered_from, stop))
+    return bounds
 
 
 def _whole(span: Span) -> Segment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
@@ -47,7 +48,20 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Finds, converts and loads the model, and builds the engine. Raises `ModelUnavailable`."""
+    """Finds, converts and loads the model, and builds the engine. Raises `ModelUnavailable`.
+
+    In a thread that ends: OpenMP keeps a team for every thread that ever computed, and once there
+    are more threads in teams than cores, each sleeps between two products instead of waiting awake.
+    Only the engine's own team may be left (libgomp, GOMP_SPINCOUNT).
+    """
+    with ThreadPool(1) as passing:
+        worker = passing.apply(_load, (settings,))
+        passing.close()
+        passing.join()
+    return worker
+
+
+def _load(settings: WorkerSettings) -> Worker:
     device = _device(settings)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     folder = resolve_model_folder(settings.model, settings.models_folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from model_worker.kv_cache import KVCache, KVCacheTooLarge
 from model_worker.kv_shape import KvShape
 from model_worker.segments import (
     MAX_BATCHED_TOKENS,
+    MIN_RUN_TOKENS,
     MIN_SHARED_BLOCKS,
     Segment,
     Span,
@@ -29,7 +31,11 @@ BLOCK_SIZE = 4
 @st.composite
 def steps(draw: st.DrawFn) -> list[Span]:
     """Chunks and decoding sequences over block tables that may begin alike."""
-    prefixes = draw(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=8), min_size=1, max_size=3))
+    runs = st.builds(
+        lambda first, length: list(range(first, first + length)), st.integers(0, 50), st.integers(1, 4)
+    )
+    blocks = st.lists(runs, min_size=1, max_size=4).map(lambda found: [*chain(*found)])
+    prefixes = draw(st.lists(blocks, min_size=1, max_size=3))
     spans: list[Span] = []
     row = 0
     for number in range(draw(st.integers(1, 6))):
@@ -55,9 +61,10 @@ def visible(segment: Segment) -> list[tuple[int, int]]:
     return pairs
 
 
-@given(steps())
-def test_each_row_sees_each_token_before_it_exactly_once(spans: list[Span]) -> None:
-    got = Counter(pair for segment in segments_of(spans, BLOCK_SIZE) for pair in visible(segment))
+@given(steps(), st.sampled_from([1, 2 * BLOCK_SIZE, MIN_RUN_TOKENS]))
+def test_each_row_sees_each_token_before_it_exactly_once(spans: list[Span], min_run_tokens: int) -> None:
+    segments = segments_of(spans, BLOCK_SIZE, min_run_tokens)
+    got = Counter(pair for segment in segments for pair in visible(segment))
     expected = Counter(
         (row, span.block_table[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE)
         for span in spans
@@ -84,15 +91,46 @@ def test_decoding_sequences_attend_to_what_they_share_together() -> None:
     assert [segment.start for segment in own] == [common.stop] * 3
 
 
-@given(steps())
-def test_splitting_off_short_segments_loses_none(spans: list[Span]) -> None:
-    segments = segments_of(spans, BLOCK_SIZE)
+@given(steps(), st.sampled_from([1, 2 * BLOCK_SIZE, MIN_RUN_TOKENS]))
+def test_splitting_off_short_segments_loses_none(spans: list[Span], min_run_tokens: int) -> None:
+    segments = segments_of(spans, BLOCK_SIZE, min_run_tokens)
     short, others = split_off_short(segments)
     assert len(short) != 1, "a batch of one is only a detour"
     assert all(len(segment.rows) == 1 for segment in short)
     assert sorted(map(id, short + others)) == sorted(map(id, segments))
     rows = [segment.rows[0] for segment in short]
-    assert rows == sorted(rows)
+    assert rows == sorted(set(rows)), "each row once"
+
+
+@given(steps(), st.sampled_from([1, 2 * BLOCK_SIZE]))
+def test_a_long_run_of_blocks_is_read_in_place(spans: list[Span], min_run_tokens: int) -> None:
+    for segment in segments_of(spans, BLOCK_SIZE, min_run_tokens):
+        blocks = segment.block_table[segment.start // BLOCK_SIZE : -(-segment.stop // BLOCK_SIZE)]
+        is_scattered = any(after != before + 1 for before, after in pairwise(blocks))
+        if is_scattered and segment.causal_from is None:
+            assert all(length < min_run_tokens for length in run_lengths(segment))
+
+
+def run_lengths(segment: Segment) -> list[int]:
+    """Tokens in each of a segment's runs of blocks that lie side by side."""
+    lengths = [0]
+    for token in range(segment.start, segment.stop):
+        index, place = divmod(token, BLOCK_SIZE)
+        begins = token > segment.start and place == 0
+        if begins and segment.block_table[index] != segment.block_table[index - 1] + 1:
+            lengths.append(0)
+        lengths[-1] += 1
+    return lengths
+
+
+def test_after_a_hit_only_what_is_new_is_copied_together() -> None:
+    table = [*range(100), 900, 700]
+    [decoding] = [Span(block_table=table, first_row=0, start=405, stop=406)]
+    [chunk] = [Span(block_table=table, first_row=0, start=400, stop=406)]
+    assert [(one.start, one.stop) for one in segments_of([decoding], BLOCK_SIZE)] == [(0, 400), (400, 406)]
+    seen, own = segments_of([chunk], BLOCK_SIZE)
+    assert (seen.stop, seen.causal_from, seen.rows) == (400, None, chunk.rows)
+    assert (own.start, own.stop, own.causal_from) == (400, 406, 400)
 
 
 def test_a_batch_is_in_the_order_of_its_rows_whoever_begins_alike() -> None:
