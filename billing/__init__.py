@@ -10,6 +10,7 @@ The road of one request's money:
     (posting)      event + ledger lines, one transaction  exactly once, by constraint
     (sweep)        what a crashed process left admitted   aborted, from the last evidence
     usage_report   the events and lines of a period       exact integers
+    issue_statement  a closed month, once                 one document, with its digest
 
 Money is integer picodollars (`Picodollars`); one picodollar per token is one
 micro-dollar per million tokens. Instants are integer microseconds since the
@@ -31,5 +32,10 @@ Unix epoch, UTC (`Microseconds`). Ids are UUIDv7. There is no float here.
 | `meter`    | admit, observe, settle, flush, sweep                            |
 | `calendar` | where a zone's days, hours and months begin                     |
 | `totals`   | what usage adds up to, as values                                |
+| `sums`     | exact sums in SQL                                               |
+| `names`    | what people call a tenant's ids                                 |
 | `reports`  | usage by span of time, project, key and model                   |
+| `exports`  | the ledger, page by page                                        |
+| `statements` | a month's statement as a value: lines, cents, residuals       |
+| `issuing`  | statements are drawn up, issued and found again                 |
 """

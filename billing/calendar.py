@@ -24,6 +24,7 @@ from billing.errors import InvalidPeriod, UnknownZone
 from billing.instants import Microseconds
 
 MINUTE_MICROSECONDS: Final = 60 * instants.MICROSECONDS_PER_SECOND
+HOUR_MICROSECONDS: Final = 60 * MINUTE_MICROSECONDS
 FIRST_YEAR: Final = 1970
 UTC_ZONE: Final = ZoneInfo("UTC")
 LAST_YEAR: Final = 9998

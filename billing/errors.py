@@ -43,6 +43,18 @@ class InvalidPeriod(BillingError):
     """Not a month, or a period that ends before it starts."""
 
 
+class PeriodOpen(BillingError):
+    """The period may still change, so there is no statement of it."""
+
+
+class StatementOutOfOrder(BillingError):
+    """A period before it has usage and no statement: its residual and its usage come first."""
+
+
+class UnknownStatement(BillingError):
+    """No statement was issued for the period."""
+
+
 class UnknownKey(BillingError):
     """No such key."""
 

@@ -1,7 +1,7 @@
 """Picodollars, and how they are written down.
 
-Knows integers and strings. Does not know prices, currencies' rates or rounding:
-every string here is exact.
+Knows integers and strings. Does not know prices or currencies' rates. Every string here is
+exact; `rounded_cents` is the one place that rounds, and says by how much.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ Picodollars = NewType("Picodollars", int)
 """1e-12 dollars. One picodollar per token is one micro-dollar per million tokens."""
 
 PICODOLLARS_PER_DOLLAR = 10**12
+PICODOLLARS_PER_CENT = 10**10
 _FRACTION_DIGITS = 12
 _LEAST_FRACTION_DIGITS = 2
 
@@ -24,6 +25,22 @@ def format_dollars(amount: int) -> str:
     dollars, rest = divmod(abs(amount), PICODOLLARS_PER_DOLLAR)
     fraction = f"{rest:0{_FRACTION_DIGITS}d}".rstrip("0").ljust(_LEAST_FRACTION_DIGITS, "0")
     return f"{'-' if amount < 0 else ''}{dollars}.{fraction}"
+
+
+def rounded_cents(amount: int) -> tuple[int, int]:
+    """Picodollars as whole cents, half to even, and the residual: what the cents leave out, in picodollars.
+
+    A residual is at most half a cent, either way, and no money: whoever rounds keeps it.
+    """
+    cents, rest = divmod(amount, PICODOLLARS_PER_CENT)
+    if 2 * rest > PICODOLLARS_PER_CENT or (2 * rest == PICODOLLARS_PER_CENT and cents % 2):
+        cents += 1
+    return cents, amount - cents * PICODOLLARS_PER_CENT
+
+
+def format_cents(cents: int) -> str:
+    """Whole cents as dollars, with two digits after the point: -5 is "-0.05"."""
+    return format_dollars(cents * PICODOLLARS_PER_CENT)
 
 
 def format_basis_points(basis_points: int) -> str:

@@ -18,14 +18,11 @@ from typing import Any, Final, NamedTuple
 from zoneinfo import ZoneInfo
 
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     Connection,
     FromClause,
     RowMapping,
     Select,
-    cast,
-    func,
     literal_column,
     or_,
     select,
@@ -38,6 +35,7 @@ from billing.db import Database
 from billing.errors import InvalidPeriod
 from billing.ids import ApiKeyId, ProjectId, TenantId
 from billing.instants import BUCKET_MICROSECONDS, Microseconds, bucket_start
+from billing.sums import ONE, exact_sum, exact_sums
 from billing.totals import ClassTotals, UsageTotals
 from billing.usage import TokenClass
 
@@ -45,11 +43,6 @@ CURRENCY: Final = "USD"
 MAX_SPANS: Final = 1_500
 """As many as a day has minutes, and some. More would be a report that nobody reads."""
 
-# SQLite's SUM refuses to pass 64 bits. Halves of values cannot, below two milliard rows in a bucket.
-_HALF_BITS: Final = 32
-_HALF_MASK: Final = 2**_HALF_BITS - 1
-
-_ONE: Final = cast(literal_column("1"), BigInteger())
 _events: Final = schema.usage_events.c
 _lines: Final = schema.ledger_lines.c
 _LINE_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
@@ -208,13 +201,13 @@ class _Query:
 
     def from_events(self, connection: Connection) -> Iterable[_Row]:
         ranges = [(self.spans[0].start, self.spans[-1].end)]
-        counted = self._sums(_EVENTS, {"requests": _ONE}, ranges).where(text(schema.TERMINAL))
+        counted = self._sums(_EVENTS, {"requests": ONE}, ranges).where(text(schema.TERMINAL))
         for row in connection.execute(counted).mappings():
-            yield row["place"], self._group(row), UsageTotals(requests=_whole(row, "requests"))
+            yield row["place"], self._group(row), UsageTotals(requests=exact_sum(row, "requests"))
         token_class = _lines.token_class
         rated = self._sums(_LINES, _LINE_SUMS, ranges).add_columns(token_class).group_by(token_class)
         for row in connection.execute(rated).mappings():
-            totals = ClassTotals(**{name: _whole(row, name) for name in _LINE_SUMS})
+            totals = ClassTotals(**{name: exact_sum(row, name) for name in _LINE_SUMS})
             by_class = {TokenClass(row["token_class"]): totals}
             yield row["place"], self._group(row), UsageTotals(by_class=by_class)
 
@@ -226,7 +219,7 @@ class _Query:
         )
         apart = [source.dimensions[one].label(one) for one in self.by]
         return (
-            select(place.label("place"), *apart, *_halves(sums))
+            select(place.label("place"), *apart, *exact_sums(sums))
             .select_from(source.rows)
             .where(or_(*(source.instant.between(start, end - 1) for start, end in ranges)))
             .where(*self._conditions(source))
@@ -277,24 +270,3 @@ def _joined(ranges: Iterable[_Range]) -> Sequence[_Range]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _halves(sums: Mapping[str, ColumnElement[int]]) -> list[ColumnElement[int]]:
-    return [
-        half.label(f"{name}_{part}")
-        for name, column in sums.items()
-        for part, half in (("high", func.sum(_high(column))), ("low", func.sum(_low(column))))
-    ]
-
-
-def _whole(row: RowMapping, name: str) -> int:
-    return (int(row[f"{name}_high"]) << _HALF_BITS) + int(row[f"{name}_low"])
-
-
-# Literals, because PostgreSQL shifts by a 32-bit integer and a parameter would be a 64-bit one.
-def _high(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_rshift(literal_column(str(_HALF_BITS)))
-
-
-def _low(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_and(literal_column(str(_HALF_MASK)))

@@ -23,6 +23,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
     UniqueConstraint,
     Uuid,
     text,
@@ -40,6 +41,9 @@ metadata = MetaData(
 
 TERMINAL: Final = "kind IN ('final', 'aborted')"
 """The predicate of the index that allows one terminal event per request."""
+
+OUT_OF_PERIOD: Final = "(kind IN ('adjustment', 'credit') OR accounted_at_us <> admitted_at_us)"
+"""The predicate of the index that finds what a period holds beside its own usage."""
 
 COUNT_COLUMNS: Final = (
     "uncached_tokens",
@@ -260,6 +264,13 @@ usage_events = Table(
     ),
     Index("ix_usage_events_tenant_accounted", "tenant_id", "accounted_at_us"),
     Index(
+        "ix_usage_events_out_of_period",
+        "tenant_id",
+        "accounted_at_us",
+        sqlite_where=text(OUT_OF_PERIOD),
+        postgresql_where=text(OUT_OF_PERIOD),
+    ),
+    Index(
         "ix_usage_events_original",
         "original_id",
         sqlite_where=text("original_id IS NOT NULL"),
@@ -297,4 +308,23 @@ ledger_lines = Table(
         name="amount_without_cache_has_the_sign",
     ),
     UniqueConstraint("event_id", "token_class"),
+)
+
+statements = Table(
+    "statements",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    Column("number", String(64), nullable=False),
+    # A month of the tenant's zone, as `2026-11`.
+    Column("period", String(7), nullable=False),
+    Column("start_us", BigInteger(), nullable=False),
+    Column("end_us", BigInteger(), nullable=False),
+    Column("issued_at_us", BigInteger(), nullable=False),
+    # Canonical JSON, and its SHA-256.
+    Column("document", Text(), nullable=False),
+    Column("digest", LargeBinary(32), nullable=False),
+    CheckConstraint("start_us < end_us", name="period_holds_something"),
+    CheckConstraint("length(digest) = 32", name="digest_is_32_bytes"),
+    UniqueConstraint("tenant_id", "period"),
 )
