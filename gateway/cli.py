@@ -10,17 +10,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from uuid import UUID
 
 import typer
 import uvloop
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from billing import instants
 from billing.accounts import (
@@ -32,12 +29,10 @@ from billing.accounts import (
     list_tenants,
     revoke_key,
 )
-from billing.db import Database, open_database, schema_is_current
+from billing.db import open_database
 from billing.errors import BillingError
 from billing.ids import ApiKeyId
-from billing.instants import Microseconds
-from billing.money import format_basis_points, format_dollars
-from billing.reports import UsageReport, usage_report
+from gateway import report_commands
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
 from gateway.bootstrap import (
@@ -53,11 +48,20 @@ from gateway.logs import configure_logs
 from gateway.secrets import SecretUnusable, load_secret
 from gateway.serving import PortTaken, Stop, listen, run_gateway, run_with_worker
 from gateway.settings import Settings
+from gateway.terminal import (
+    CommandRefused,
+    TenantOption,
+    open_current_database,
+    print_table,
+    require_current,
+    settings_fault,
+    settings_from,
+    shown,
+)
 from prefix_store.simulate import command as simulate_trace
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
-PIPE_WIDTH: Final = 240
 
 app = typer.Typer(
     name="headstart",
@@ -71,13 +75,11 @@ keys = typer.Typer(no_args_is_help=True, help="How tenants prove who they are.")
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
 app.command("simulate")(simulate_trace)
+app.command("usage")(report_commands.usage)
+app.command("statement")(report_commands.statement)
+app.command("export")(report_commands.export)
 
-TenantOption = Annotated[str, typer.Option("--tenant", help="A tenant's name.")]
 PortOption = Annotated[int | None, typer.Option(help="Default HEADSTART_PORT, else 8080.")]
-
-
-class CommandRefused(Exception):
-    """The command cannot do what was asked. The message says why and what to do."""
 
 
 def main() -> None:
@@ -92,7 +94,7 @@ def refusals_told() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        _end(_settings_fault(error), EXIT_USAGE)
+        _end(settings_fault(error), EXIT_USAGE)
     except (
         CommandRefused,
         BillingError,
@@ -113,7 +115,7 @@ def serve(
     port: PortOption = None,
 ) -> None:
     """Start a gateway and its worker on this machine. Ctrl-C stops both."""
-    settings = _settings(model=model, port=port)
+    settings = settings_from(model=model, port=port)
     serve_locally(settings, worker_command(settings.model))
 
 
@@ -149,14 +151,14 @@ def serve_gateway(
     worker_url: Annotated[str | None, typer.Option(help="Default HEADSTART_WORKER_URL.")] = None,
 ) -> None:
     """Start a gateway alone, in front of a worker that runs elsewhere."""
-    settings = _settings(port=port, worker_url=worker_url)
+    settings = settings_from(port=port, worker_url=worker_url)
     if settings.worker_url is None:
         raise CommandRefused("no worker: set HEADSTART_WORKER_URL or give --worker-url")
     configure_logs(settings.log_level)
     with listen(settings.host, settings.port) as listener:
         address = f"http://{settings.host}:{listener.getsockname()[1]}/v1"
         gateway = build_gateway(settings)
-        _require_current(gateway.database)
+        require_current(gateway.database)
         uvloop.run(
             run_gateway(
                 gateway,
@@ -173,7 +175,7 @@ def serve_gateway(
 )
 def worker(context: typer.Context) -> None:
     """Start a model worker alone; every argument is passed on to `python -m model_worker`."""
-    seed = os.environ.get("HEADSTART_BLOCK_SEED") or load_secret(_settings()).block_seed()
+    seed = os.environ.get("HEADSTART_BLOCK_SEED") or load_secret(settings_from()).block_seed()
     command = [sys.executable, "-m", "model_worker", *context.args]
     os.execve(sys.executable, command, {**os.environ, "HEADSTART_BLOCK_SEED": seed})  # noqa: S606
 
@@ -194,7 +196,7 @@ def migrate(
     ] = False,
 ) -> None:
     """Bring the database's schema to this version, and publish the default prices where there are none."""
-    settings = _settings()
+    settings = settings_from()
     make_home(settings.home)
     with open_database(settings.database) as database:
         prepare_database(settings.database, database)
@@ -208,7 +210,7 @@ def migrate(
 @tenants.command("create")
 def tenants_create(name: str) -> None:
     """Add a tenant."""
-    with _database() as database:
+    with open_current_database() as database:
         tenant = create_tenant(database, name=name, now=instants.now())
     typer.echo(f"{tenant.name} {tenant.id}")
 
@@ -216,9 +218,9 @@ def tenants_create(name: str) -> None:
 @tenants.command("list")
 def tenants_list() -> None:
     """Show every tenant."""
-    with _database() as database:
-        rows = [(tenant.name, str(tenant.id), _shown(tenant.created_at)) for tenant in list_tenants(database)]
-    _print_table(("tenant", "id", "created"), rows)
+    with open_current_database() as database:
+        rows = [(tenant.name, str(tenant.id), shown(tenant.created_at)) for tenant in list_tenants(database)]
+    print_table(("tenant", "id", "created"), rows)
 
 
 @keys.command("create")
@@ -228,12 +230,12 @@ def keys_create(
     admin: Annotated[bool, typer.Option("--admin", help="May see every tenant's business.")] = False,
 ) -> None:
     """Make a key. It is printed once, alone on standard output, and kept nowhere."""
-    with _database() as database:
+    with open_current_database() as database:
         _, text = create_key(
             database,
             tenant_id=find_tenant(database, name=tenant).id,
             label=label,
-            hasher=key_hasher(load_secret(_settings())),
+            hasher=key_hasher(load_secret(settings_from())),
             now=instants.now(),
             role=Role.ADMIN if admin else Role.TENANT,
         )
@@ -244,7 +246,7 @@ def keys_create(
 @keys.command("list")
 def keys_list(tenant: TenantOption) -> None:
     """Show a tenant's keys, without their secret part."""
-    with _database() as database:
+    with open_current_database() as database:
         found = list_keys(database, tenant_id=find_tenant(database, name=tenant).id)
     rows = [
         (
@@ -252,62 +254,20 @@ def keys_list(tenant: TenantOption) -> None:
             key.label,
             key.prefix,
             key.role.value,
-            _shown(key.created_at),
-            _shown(key.revoked_at) if key.revoked_at is not None else "",
+            shown(key.created_at),
+            shown(key.revoked_at) if key.revoked_at is not None else "",
         )
         for key in found
     ]
-    _print_table(("id", "label", "prefix", "role", "created", "revoked"), rows)
+    print_table(("id", "label", "prefix", "role", "created", "revoked"), rows)
 
 
 @keys.command("revoke")
 def keys_revoke(key_id: UUID) -> None:
     """Make a key useless, within a second, for ever. KEY_ID is what `keys list` shows."""
-    with _database() as database:
+    with open_current_database() as database:
         revoke_key(database, key_id=ApiKeyId(key_id), now=instants.now())
     typer.echo("revoked")
-
-
-@app.command()
-def usage(
-    tenant: TenantOption,
-    since: Annotated[datetime | None, typer.Option(help="UTC, included; default: the beginning.")] = None,
-    until: Annotated[datetime | None, typer.Option(help="UTC, excluded; default: now.")] = None,
-) -> None:
-    """Show what a tenant used, paid and saved."""
-    start = _instant(since) if since is not None else Microseconds(0)
-    end = _instant(until) if until is not None else Microseconds(instants.now() + 1)
-    if end < start:
-        raise CommandRefused("--until is before --since")
-    with _database() as database:
-        tenant_id = find_tenant(database, name=tenant).id
-        report = usage_report(database, tenant_id=tenant_id, start=start, end=end)
-    _print_table(("usage", tenant), _report_rows(report), right_aligned=True)
-
-
-def _settings(**given: object) -> Settings:
-    """From the environment, with what was given on the command line before it."""
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return Settings(**chosen)
-
-
-def _settings_fault(error: ValidationError) -> str:
-    faults = (f"HEADSTART_{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors())
-    return "; ".join(faults)
-
-
-@contextmanager
-def _database() -> Iterator[Database]:
-    with open_database(_settings().database) as database:
-        _require_current(database)
-        yield database
-
-
-def _require_current(database: Database) -> None:
-    if not database.is_reachable():
-        raise CommandRefused("the database cannot be reached; a new one is made by headstart migrate")
-    if not schema_is_current(database):
-        raise CommandRefused("the database is not at this version's schema: run headstart migrate")
 
 
 def _welcome(gateway: Gateway, port: int, first_key: FirstKey | None) -> str:
@@ -339,40 +299,6 @@ def _about_first_key(first_key: FirstKey | None, settings: Settings) -> str:
     made = "A first key was made" if first_key.is_new else "The first key is still valid"
     where = f"kept, readable by you alone, in {settings.first_key_file}"
     return f"{made} for tenant '{FIRST_TENANT}'; it is {where}"
-
-
-def _report_rows(report: UsageReport) -> list[tuple[str, str]]:
-    totals = report.totals
-    money: Callable[[int], str] = lambda amount: f"{format_dollars(amount)} {report.currency}"  # noqa: E731
-    return [
-        ("requests", f"{totals.requests:,}"),
-        ("uncached tokens", f"{totals.uncached_tokens:,}"),
-        ("cached tokens", f"{totals.read_tokens:,}"),
-        ("written tokens", f"{totals.written_tokens:,}"),
-        ("output tokens", f"{totals.output_tokens:,}"),
-        ("hit share", f"{format_basis_points(totals.hit_basis_points)} %"),
-        ("amount", money(totals.amount_pusd)),
-        ("amount without cache", money(totals.amount_without_cache_pusd)),
-        ("saved", money(totals.saved_pusd)),
-    ]
-
-
-def _print_table(header: tuple[str, ...], rows: list[Any], *, right_aligned: bool = False) -> None:
-    table = Table(header_style="bold")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if right_aligned and index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width; nothing is folded for a program that reads it.
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
-
-
-def _instant(moment: datetime) -> Microseconds:
-    return instants.from_datetime(moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
-
-
-def _shown(instant: Microseconds) -> str:
-    return instants.to_datetime(instant).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _end(message: str, status: int) -> None:

@@ -105,6 +105,10 @@ class Query:
             ) from error
 
 
+NO_OR_YES: Final = {"false": False, "true": True}
+"""For `Query.choice`."""
+
+
 def require_forwards(start: Microseconds, end: Microseconds) -> None:
     if end < start:
         raise InvalidRequest("'end_time' is before 'start_time'.", param="end_time")

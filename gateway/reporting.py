@@ -21,10 +21,11 @@ from billing.accounts import Principal, Role
 from billing.db import Database
 from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.meter import Meter
-from gateway import organization, usage
+from gateway import organization, statement_answers, usage
 from gateway.auth import Authenticator, bearer_key
 from gateway.edge import openai
 from gateway.edge.errors import PermissionDenied, ServiceUnavailable
+from gateway.queries import Query
 
 POSTING_SECONDS: Final = 2
 """How long a report waits for what was just settled to be posted."""
@@ -46,6 +47,8 @@ class Reporting:
             Route("/v1/usage", self.show_usage, methods=["GET"]),
             Route("/v1/organization/usage/completions", self.show_completions, methods=["GET"]),
             Route("/v1/organization/costs", self.show_costs, methods=["GET"]),
+            Route("/v1/statements", self.list_statements, methods=["GET"]),
+            Route("/v1/statements/{period}", self.show_statement, methods=["GET"]),
         )
 
     async def show_usage(self, request: Request) -> Response:
@@ -62,6 +65,21 @@ class Reporting:
         await self._admin(request)
         query = organization.parse_costs_query(request.query_params.multi_items(), now=instants.now())
         return await self._json(lambda: organization.read_costs_page(self.database, query))
+
+    async def list_statements(self, request: Request) -> Response:
+        principal = await self._principal(request)
+        Query(request.query_params.multi_items(), known=())
+        return await self._json(lambda: statement_answers.as_list(self.database, principal.tenant_id))
+
+    async def show_statement(self, request: Request) -> Response:
+        """The caller's own. Final ones are kept; a preview is drawn up now, when it is asked for."""
+        principal = await self._principal(request)
+        asked = statement_answers.parse(
+            request.path_params["period"], request.query_params.multi_items(), default_format="json"
+        )
+        return await self._posted(
+            lambda: statement_answers.answer(self.database, principal.tenant_id, asked, now=instants.now())
+        )
 
     async def _principal(self, request: Request) -> Principal:
         return await self.authenticator.authenticate(bearer_key(request.headers.get("authorization")))

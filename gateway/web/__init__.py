@@ -9,6 +9,7 @@ every number comes from billing's reports as it stands there.
 | `sessions` | who is signed in, and until when                               |
 | `forms`    | reading a posted form, and proof that it is one of ours        |
 | `usage`    | a usage report as rows and hours (pure)                        |
+| `statements` | a statement as a page that prints (pure)                     |
 | `figures`  | hours as a Plotly figure (pure)                                |
 | `pages`    | templates, and the headers that every page carries             |
 | `assets`   | scripts and styles, with addresses that change with the content |

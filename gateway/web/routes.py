@@ -1,4 +1,4 @@
-"""The dashboard's addresses: sign in with a key, see the day's usage, sign out.
+"""The dashboard's addresses: sign in with a key, see the day's usage and statements, sign out.
 
 Knows who may see what, and in which order a page comes to be. Does not know
 HTML, SQL or how a figure is drawn. A page shows the tenant of the key that its session
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, TypeVar
+from zoneinfo import ZoneInfo
 
 import structlog
 from starlette.requests import Request
@@ -26,17 +27,25 @@ from starlette.routing import BaseRoute, Route
 
 from billing import calendar, instants
 from billing.accounts import KeyDigest, KeyHasher, Principal, authenticate
+from billing.calendar import month_of, zone_named
 from billing.db import Database
 from billing.errors import DatabaseUnavailable, MalformedKey, MeterUnavailable
+from billing.ids import TenantId
 from billing.instants import Clock
+from billing.issuing import list_statements
 from billing.meter import Meter
+from billing.money import format_cents
+from billing.names import names_of
 from billing.reports import UsageReport, usage_report
+from gateway import statement_answers
+from gateway.edge.errors import ApiError
 from gateway.web import assets, forms, pages, usage
 from gateway.web.figures import day_figure
 from gateway.web.sessions import Session, SessionStore, SessionToken
 
 HOME: Final = "/dashboard"
 SIGN_IN: Final = "/dashboard/sign-in"
+STATEMENTS: Final = "/dashboard/statements"
 SIGN_OUT: Final = "/dashboard/sign-out"
 SESSION_COOKIE: Final = "headstart_session"
 FORM_COOKIE: Final = "headstart_form"
@@ -92,6 +101,8 @@ class Dashboard:
     def routes(self) -> Sequence[BaseRoute]:
         return (
             Route(HOME, self.show_today, methods=["GET"]),
+            Route(STATEMENTS, self.list_statements, methods=["GET"]),
+            Route(STATEMENTS + "/{period}", self.show_statement, methods=["GET"]),
             Route(SIGN_IN, self.show_sign_in, methods=["GET"]),
             Route(SIGN_IN, self.sign_in, methods=["POST"]),
             Route(SIGN_OUT, self.sign_out, methods=["POST"]),
@@ -117,6 +128,46 @@ class Dashboard:
         except DatabaseUnavailable:
             return await self._notice("Not available", _AWAY, status=503)
         return await self._today(request, visit, report, is_behind=is_behind)
+
+    async def list_statements(self, request: Request) -> Response:
+        try:
+            visit = await self._visit(request)
+            tenant_id = visit.principal.tenant_id
+            issued = await self._run(lambda: list_statements(self.database, tenant_id=tenant_id))
+            zone = await self._run(lambda: self._zone(tenant_id))
+        except _SignedOut as ended:
+            return _to_sign_in(request, ended.reason)
+        except DatabaseUnavailable:
+            return await self._notice("Not available", _AWAY, status=503)
+        return pages.render(
+            "statements.html",
+            await self._run(assets.load_assets),
+            tenant_name=visit.principal.tenant_name,
+            form_token=visit.session.form_token,
+            home=STATEMENTS,
+            this_month=month_of(self.clock(), zone),
+            statements=[(one.statement, format_cents(one.statement.due_cents)) for one in issued],
+        )
+
+    async def show_statement(self, request: Request) -> Response:
+        """Of an open month a preview, which says that it is one."""
+        try:
+            visit = await self._visit(request)
+            asked = statement_answers.parse(
+                request.path_params["period"], request.query_params.multi_items(), default_format="html"
+            )
+            tenant_id, now = visit.principal.tenant_id, self.clock()
+            return await self._run(lambda: statement_answers.answer(self.database, tenant_id, asked, now=now))
+        except _SignedOut as ended:
+            return _to_sign_in(request, ended.reason)
+        except DatabaseUnavailable:
+            return await self._notice("Not available", _AWAY, status=503)
+        except ApiError as refusal:
+            return await self._notice("No statement", refusal.message, status=refusal.status)
+
+    def _zone(self, tenant_id: TenantId) -> ZoneInfo:
+        with self.database.read() as connection:
+            return zone_named(names_of(connection, tenant_id).time_zone)
 
     async def show_sign_in(self, request: Request) -> Response:
         if self._session(request) is not None:

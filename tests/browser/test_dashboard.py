@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from billing.issuing import issue_statement
 from billing.money import format_basis_points, format_dollars
 from billing.totals import UsageTotals
 from billing.usage import TokenCounts
@@ -254,6 +255,8 @@ def test_a_keyboard_is_enough(visitor: Visitor, acme: Customer) -> None:
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Refresh")).to_be_focused()
     page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Statements")).to_be_focused()
+    page.keyboard.press("Tab")
     expect(page.locator("summary")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#hours")).to_be_visible()
@@ -295,3 +298,24 @@ def test_a_form_that_another_site_sends_is_refused(visitor: Visitor, site: Site,
     foreign.close()
     visitor.page.reload()
     expect(visitor.page.get_by_role("heading", name="Today", exact=True)).to_be_visible()
+
+
+def test_a_statement_is_reached_from_today_and_prints_without_a_complaint(
+    visitor: Visitor, site: Site, acme: Customer
+) -> None:
+    page = visitor.page
+    site.record(acme, datetime(2026, 2, 3, 12, tzinfo=UTC), TokenCounts(uncached=700, read=300, output=9))
+    site.gateway.meter.flush()
+    issue_statement(site.gateway.database, tenant_id=acme.tenant.id, period="2026-02", now=site.clock())
+    visitor.sign_in_as(acme)
+    page.get_by_role("link", name="Statements").click()
+    expect(page.get_by_role("heading", name="Statements")).to_be_visible()
+    page.get_by_role("link", name="2026-02", exact=True).click()
+    expect(page.get_by_role("heading", name="Statement", exact=True)).to_be_visible()
+    expect(page.get_by_text("Books agree")).to_be_visible()
+    page.emulate_media(media="print")
+    expect(page.get_by_text("HS-2026-02-")).to_be_visible()
+    assert page.evaluate("getComputedStyle(document.querySelector('h1')).marginTop") == "0px"
+    page.go_back()
+    page.get_by_role("link", name="Preview of 2026-03").click()
+    expect(page.get_by_role("note")).to_contain_text("PREVIEW: this period is still open")
