@@ -7,7 +7,7 @@ ones, and nothing is added up here that billing did not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -17,7 +17,7 @@ import msgspec
 from billing import instants
 from billing.calendar import zone_named
 from billing.instants import Microseconds
-from billing.money import format_basis_points, format_cents, format_dollars
+from billing.money import PICODOLLARS_PER_CENT, format_basis_points, format_cents, format_dollars
 from billing.statements import LineKind, Statement, StatementLine, Status
 from billing.usage import TokenClass
 from gateway.tables import Cell, Kind, Layout, csv_lines, shown_instant
@@ -200,14 +200,20 @@ def _sections(statement: Statement) -> Iterator[Section]:
     for kind, title in _SECTIONS.items():
         lines = statement.of_kind(kind)
         if lines or kind is LineKind.USAGE:
+            digits = _digits(amount for line in lines for amount in _amounts(line))
             yield Section(
                 title=title,
-                lines=[_line(line) for line in lines],
-                amount=format_dollars(statement.amount_of_kind(kind)),
+                lines=[_line(line, digits) for line in lines],
+                amount=_padded(statement.amount_of_kind(kind), digits),
             )
 
 
-def _line(line: StatementLine) -> LineView:
+def _amounts(line: StatementLine) -> Sequence[int]:
+    return line.list_amount_pusd, -line.discount_pusd, line.amount_pusd
+
+
+def _line(line: StatementLine, digits: int) -> LineView:
+    list_amount, discount, amount = (_padded(amount, digits) for amount in _amounts(line))
     return LineView(
         period=line.for_period,
         project=line.project or "—",
@@ -215,24 +221,43 @@ def _line(line: StatementLine) -> LineView:
         model=line.model,
         token_class=CLASS_LABELS[line.token_class],
         quantity=f"{line.quantity:,}",
-        list_amount=format_dollars(line.list_amount_pusd),
-        discount=format_dollars(-line.discount_pusd),
-        amount=format_dollars(line.amount_pusd),
+        list_amount=list_amount,
+        discount=discount,
+        amount=amount,
         rounded=format_cents(line.cents),
     )
 
 
+def _digits(amounts: Iterable[int]) -> int:
+    """After the point, that all of the amounts need to be exact."""
+    return max((len(_fraction(amount)) for amount in amounts), default=0)
+
+
+def _padded(amount: int, digits: int) -> str:
+    """Exact, with zeros up to so many digits: points stand below each other."""
+    return format_dollars(amount) + "0" * (digits - len(_fraction(amount)))
+
+
+def _fraction(amount: int) -> str:
+    return format_dollars(amount).partition(".")[2]
+
+
+def _money_figures(amounts: Mapping[str, int]) -> Sequence[Figure]:
+    digits = _digits(amounts.values())
+    return [Figure(label=label, value=_padded(amount, digits)) for label, amount in amounts.items()]
+
+
 def _totals(statement: Statement) -> Sequence[Figure]:
-    return [
-        Figure(label="List price", value=format_dollars(statement.list_amount_pusd)),
-        Figure(label="Discount", value=format_dollars(-statement.discount_pusd)),
-        Figure(label="Amount, exact", value=format_dollars(statement.amount_pusd)),
-        Figure(
-            label="Residual of the statement before", value=format_dollars(statement.residual_brought_pusd)
-        ),
-        Figure(label="Residual kept for the next", value=format_dollars(statement.residual_kept_pusd)),
-        Figure(label="Rounding of lines", value=format_cents(statement.rounding_cents)),
-    ]
+    return _money_figures(
+        {
+            "List price": statement.list_amount_pusd,
+            "Discount": -statement.discount_pusd,
+            "Amount, exact": statement.amount_pusd,
+            "Residual of the statement before": statement.residual_brought_pusd,
+            "Residual kept for the next": statement.residual_kept_pusd,
+            "Rounding of lines": statement.rounding_cents * PICODOLLARS_PER_CENT,
+        }
+    )
 
 
 def _savings(statement: Statement) -> Sequence[Figure]:
@@ -242,10 +267,14 @@ def _savings(statement: Statement) -> Sequence[Figure]:
         Figure(label="Requests", value=f"{statement.requests:,}"),
         Figure(label="Input tokens", value=f"{savings.prompt_tokens:,}"),
         Figure(label="Of them cached", value=f"{savings.read_tokens:,} ({share} %)"),
-        Figure(label="Saved on cached tokens", value=format_dollars(savings.reads_pusd)),
-        Figure(label="Premium on written tokens", value=format_dollars(-savings.write_premiums_pusd)),
-        Figure(label="Pins", value=format_dollars(-savings.pins_pusd)),
-        Figure(label="Net saving", value=format_dollars(savings.net_pusd)),
+        *_money_figures(
+            {
+                "Saved on cached tokens": savings.reads_pusd,
+                "Premium on written tokens": -savings.write_premiums_pusd,
+                "Pins": -savings.pins_pusd,
+                "Net saving": savings.net_pusd,
+            }
+        ),
     ]
 
 
