@@ -2,11 +2,11 @@
 
 Knows block tables, positions and rows as integers. Does not know tensors.
 
-Every row attends to its whole context, once. Sequences that decode and hold the
-same leading blocks attend to those in one segment together, and to the rest
-each in its own. Blocks that lie side by side are a segment of their own where they
-are many: they are read in place, and only what lies scattered is copied together.
-A row with several segments gets its parts merged.
+Every row attends to its whole context, once. Sequences that hold the same leading
+blocks attend to those in one segment together, where some part, to the next ones in
+one for each branch, and to the rest each in its own. Blocks that lie side by side are
+a segment of their own where they are many: they are read in place, and only what lies
+scattered is copied together. A row with several segments gets its parts merged.
 The idea of computing attention over a shared prefix once: ChunkAttention,
 Ye et al. 2024; the merge by log-sum-exp: FlashAttention-2, Dao 2023.
 """
@@ -65,21 +65,15 @@ class Segment:
 
 def segments_of(spans: Items[Span], block_size: int, min_run_tokens: int = MIN_RUN_TOKENS) -> list[Segment]:
     """The segments of a step. Each (row, visible token) pair is in exactly one."""
-    segments: list[Segment] = []
-    decoding: defaultdict[int, list[Span]] = defaultdict(list)
+    alike: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
-        if span.num_rows == 1:
-            decoding[span.block_table[0]].append(span)
-        else:
-            segments.append(_whole(span))
-    for group in decoding.values():
-        # The last token's own block is being written: only blocks before it can be common.
-        shared = _common_blocks(group, block_size) if len(group) > 1 else 0
-        if shared < MIN_SHARED_BLOCKS:
-            segments.extend(map(_whole, group))
-        else:
-            segments.extend(_shared(group, shared * block_size))
-    return [part for segment in segments for part in _at_runs(segment, block_size, min_run_tokens)]
+        alike[span.block_table[0]].append(span)
+    return [
+        part
+        for group in alike.values()
+        for segment in _of_group(group, block_size)
+        for part in _at_runs(segment, block_size, min_run_tokens)
+    ]
 
 
 def split_off_short(segments: Items[Segment]) -> tuple[list[Segment], list[Segment]]:
@@ -134,35 +128,44 @@ def _run_bounds(
     return bounds
 
 
-def _whole(span: Span) -> Segment:
+def _whole(span: Span, start: int = 0) -> Segment:
+    """A span's tokens from `start` on."""
     return Segment(
         rows=span.rows,
         block_table=span.block_table,
-        start=0,
+        start=start,
         stop=span.stop,
         causal_from=span.start if span.num_rows > 1 else None,
     )
 
 
-def _shared(group: list[Span], num_tokens: int) -> list[Segment]:
-    common = Segment(
-        rows=[span.first_row for span in group],
-        block_table=group[0].block_table,
-        start=0,
-        stop=num_tokens,
-    )
-    return [common] + [
-        Segment(rows=span.rows, block_table=span.block_table, start=num_tokens, stop=span.stop)
-        for span in group
-    ]
+def _of_group(group: list[Span], block_size: int, num_common: int = 0, start: int = 0) -> list[Segment]:
+    """Segments from token `start` on of spans that have `num_common` leading blocks in common, or more."""
+    if len(group) == 1:
+        return [_whole(group[0], start)]
+    num_common = _common_blocks(group, block_size, num_common)
+    segments: list[Segment] = []
+    stop = num_common * block_size
+    if stop - start >= MIN_SHARED_BLOCKS * block_size:
+        rows = [row for span in group for row in span.rows]
+        segments.append(Segment(rows=rows, block_table=group[0].block_table, start=start, stop=stop))
+        start = stop
+    alike: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in group:
+        if span.start < stop + block_size:  # its own tokens are in the next block
+            segments.append(_whole(span, start))
+        else:
+            alike[span.block_table[num_common]].append(span)
+    for branch in alike.values():
+        segments.extend(_of_group(branch, block_size, num_common, start))
+    return segments
 
 
-def _common_blocks(group: list[Span], block_size: int) -> int:
-    """Leading blocks that all of a group hold, each before its own last token."""
-    tables = [span.block_table for span in group]
-    limit = min((span.stop - 1) // block_size for span in group)
-    first = tables[0]
-    for index in range(limit):
-        if any(table[index] != first[index] for table in tables):
+def _common_blocks(group: list[Span], block_size: int, num_known: int) -> int:
+    """Leading blocks that all of a group hold, each before its own tokens: those are being written."""
+    first, *others = (span.block_table for span in group)
+    limit = min(span.start // block_size for span in group)
+    for index in range(num_known, limit):
+        if any(table[index] != first[index] for table in others):
             return index
     return limit

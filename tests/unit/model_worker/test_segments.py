@@ -123,6 +123,35 @@ def run_lengths(segment: Segment) -> list[int]:
     return lengths
 
 
+def test_a_tree_of_prefixes_is_attended_to_branch_by_branch() -> None:
+    trunk, branch = list(range(4)), list(range(10, 14))
+    tables = [[*trunk, *branch, 20], [*trunk, *branch, 30], [*trunk, 40], [50]]
+    spans = [
+        Span(
+            block_table=table,
+            first_row=row,
+            start=len(table) * BLOCK_SIZE - 2,
+            stop=len(table) * BLOCK_SIZE - 1,
+        )
+        for row, table in enumerate(tables)
+    ]
+    shared = [one for one in segments_of(spans, BLOCK_SIZE) if len(one.rows) > 1]
+    assert [(one.rows, one.start, one.stop) for one in shared] == [([0, 1, 2], 0, 16), ([0, 1], 16, 32)]
+
+
+def test_prompts_that_are_computed_share_a_prefix_with_those_that_decode() -> None:
+    shared = list(range(MIN_SHARED_BLOCKS))
+    start = MIN_SHARED_BLOCKS * BLOCK_SIZE
+    decoding = Span(block_table=[*shared, 100], first_row=0, start=start, stop=start + 1)
+    chunk = Span(block_table=[*shared, 200], first_row=1, start=start, stop=start + 3)
+    common, *own = segments_of([decoding, chunk], BLOCK_SIZE)
+    assert (common.rows, common.stop, common.causal_from) == ([0, 1, 2, 3], start, None)
+    assert [(one.start, one.stop, one.causal_from) for one in own] == [
+        (start, start + 1, None),
+        (start, start + 3, start),
+    ]
+
+
 def test_after_a_hit_only_what_is_new_is_copied_together() -> None:
     table = [*range(100), 900, 700]
     [decoding] = [Span(block_table=table, first_row=0, start=405, stop=406)]
