@@ -56,7 +56,7 @@ class Books:
         tally.removed_blocks += num_gone
         if cause is Cause.SUPERSEDED:
             return
-        if not node.was_hit:
+        if not node.hits:
             tally.wasted_blocks += num_gone
         if cause is not Cause.CLEARED:
             tally.evicted_blocks += num_gone

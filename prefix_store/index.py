@@ -16,7 +16,7 @@ has a gate, through which nobody else passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -169,6 +169,10 @@ class RadixIndex:
                 child = node.children[key]
                 match.tail_node, match.tail_block, match.tail_rows = child, child.blocks[0], rows
 
+    def roots(self) -> Iterable[Node]:
+        """One entry for each scope that something is cached or held for."""
+        return self._roots.values()
+
     def nodes(self) -> Iterator[Node]:
         """Every node, entries included, parents before what follows them."""
         pending = list(self._roots.values())
@@ -282,7 +286,7 @@ class RadixIndex:
         self._books.hit(node, now)
         self._hold(node, now)
         self._order.hit(node, now)
-        node.was_hit = True
+        node.hits += 1
         node.lapsed = False
         for pin in node.pins_ending_here:
             pin.refresh(now)
@@ -371,7 +375,7 @@ class RadixIndex:
             node.blocks
             and node.holders == 1
             and node.kind is kind
-            and not (node.children or node.gates or node.was_hit or node.pins)
+            and not (node.children or node.gates or node.hits or node.pins)
         )
         if not extends:
             child = self._insert(node, tokens, names, blocks, kind, now)
@@ -521,7 +525,7 @@ class RadixIndex:
         )
         upper.holders = node.holders
         upper.pins = node.pins
-        upper.was_hit = node.was_hit
+        upper.hits = node.hits
         upper.lapsed = node.lapsed
         parent.children[upper.tokens[: self._block_bytes]] = upper
         node.parent = upper
@@ -634,7 +638,7 @@ def _is_one_run(upper: Node, lower: Node) -> bool:
         and upper.pins == lower.pins
         and upper.kind is lower.kind
         and upper.last_used == lower.last_used
-        and upper.was_hit == lower.was_hit
+        and bool(upper.hits) == bool(lower.hits)
         and upper.lapsed == lower.lapsed
     )
 

@@ -32,8 +32,9 @@ class Node:
     An entry's name is what the names of the scope's own blocks continue from. A
     tail is a run of one incomplete block, without a name.
 
-    `holders` counts the leases that end here or below, `pins` the pins. A run is
-    exposed, and may be evicted, while nobody holds or pins it and nothing follows.
+    `hits` counts the prompts that found all of it, `holders` the leases that end here
+    or below, `pins` the pins. A run is exposed, and may be evicted, while nobody holds
+    or pins it and nothing follows.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Node:
         "depth",
         "exposed",
         "gates",
+        "hits",
         "holders",
         "kind",
         "lapsed",
@@ -53,7 +55,6 @@ class Node:
         "pins_ending_here",
         "scope",
         "tokens",
-        "was_hit",
     )
 
     def __init__(
@@ -79,11 +80,11 @@ class Node:
         self.children = _NOBODY
         self.gates = _NO_GATES
         self.order: KeyOrder | None = None
+        self.hits = 0
         self.holders = 0
         self.pins = 0
         self.pins_ending_here: tuple[Pin, ...] = ()
         self.exposed = False
-        self.was_hit = False
         self.lapsed = False
 
     @property

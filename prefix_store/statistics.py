@@ -39,6 +39,10 @@ class Durations:
         self.count += other.count
         self.sum_seconds += other.sum_seconds
 
+    def upper_seconds(self) -> list[float]:
+        """What each of `counts` is shorter than, in seconds."""
+        return [float(2.0 ** (bucket + _SMALLEST_EXPONENT)) for bucket in range(_BUCKETS)]
+
     @property
     def mean_seconds(self) -> float:
         return self.sum_seconds / self.count if self.count else 0.0

@@ -35,6 +35,7 @@ from prefix_store.events import BlockStored, KvEventLog, NumberedBatch
 from prefix_store.eviction import EvictionOrder, ScopeQuotas
 from prefix_store.explain import MissExplainer, Question
 from prefix_store.flights import FlightBoard, Role
+from prefix_store.hottest import HotPrefix, hottest
 from prefix_store.index import NODE_BYTES, PUBLIC_SCOPE, IndexMatch, RadixIndex
 from prefix_store.leases import Lease, LeaseEnded, LeaseState, PrefixMatch, RowCopy
 from prefix_store.misses import Cause, GhostNames, Miss
@@ -135,6 +136,10 @@ class PrefixStore:
         match = self._look(scope, data, limit_bytes)
         question = Question(scope=scope, data=data, limit_bytes=limit_bytes, match=match)
         return self._explainer.explain(question, max_lost_blocks=len(data) // self._block_bytes)
+
+    def hottest(self, limit: int) -> list[HotPrefix]:
+        """The cached prefixes that were found most often, hottest first. Changes nothing."""
+        return hottest(self._index.roots(), limit=limit)
 
     # ---- leases
 
