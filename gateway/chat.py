@@ -198,6 +198,8 @@ class ChatCompletions:
                 admitted_at=instants.now(),
             ),
             tally,
+            worker=route.worker.name,
+            uncached_reason=route.card.uncached_reason,
             started_ns=call.began_ns,
             clock=instants.now,
         )

@@ -19,17 +19,29 @@ from gateway.edge.errors import ServiceUnavailable
 from gateway.relay import Tally
 
 OBSERVE_EVERY_TOKENS: Final = 32
+UNSUPPORTED_LAYERS: Final = "unsupported_layers"
+"""Why a model that keeps more than keys and values misses every prompt."""
 
 
 class Account:
     """One request's account. States: open → admitted → settled."""
 
     def __init__(
-        self, meter: Meter, admission: Admission, tally: Tally, *, started_ns: int, clock: Clock
+        self,
+        meter: Meter,
+        admission: Admission,
+        tally: Tally,
+        *,
+        worker: str,
+        uncached_reason: str | None,
+        started_ns: int,
+        clock: Clock,
     ) -> None:
         self._meter = meter
         self._admission = admission
         self._tally = tally
+        self._worker = worker
+        self._uncached_reason = uncached_reason
         self._started_ns = started_ns
         self._clock = clock
         self._observed_total = 0
@@ -77,4 +89,13 @@ class Account:
             delivered=tally.delivered,
             finish_reason=tally.finish_reason or (tally.failure.code if tally.failure else None),
             first_token_ns=None if tally.first_token_at is None else tally.first_token_at - self._started_ns,
+            worker=self._worker,
+            miss_reason=self._miss_reason(),
         )
+
+    def _miss_reason(self) -> str | None:
+        """Why not more was found, in the one vocabulary of all surfaces."""
+        started = self._tally.started
+        if started is None or started.missed is None:
+            return None
+        return UNSUPPORTED_LAYERS if self._uncached_reason is not None else started.missed.reason

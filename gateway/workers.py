@@ -19,6 +19,7 @@ import msgspec
 
 from model_worker.protocol import (
     PROTOCOL_VERSION,
+    CacheStatistics,
     Event,
     Failed,
     Finished,
@@ -30,11 +31,13 @@ from model_worker.protocol import (
 
 MAX_EVENT_BYTES: Final = 1024 * 1024
 MAX_FILE_BYTES: Final = 256 * 1024 * 1024
+MAX_STATISTICS_BYTES: Final = 1024 * 1024
 MAX_REFUSAL_BYTES: Final = 64 * 1024
 MAX_CONNECTIONS: Final = 4096
 END_OF_STREAM_SECONDS: Final = 1.0
 
 _ENCODER: Final = msgspec.json.Encoder()
+_STATISTICS_DECODER: Final = msgspec.json.Decoder(CacheStatistics)
 _CARD_DECODER: Final = msgspec.json.Decoder(WorkerCard)
 _REFUSAL_DECODER: Final = msgspec.json.Decoder(Refusal)
 
@@ -179,6 +182,14 @@ class WorkerClient:
         """One of `protocol.TOKENIZER_FILES`, or None when the model has no such file."""
         seconds = self._timeouts.between_events_seconds
         return await self._get(f"/v1/files/{name}", limit=MAX_FILE_BYTES, seconds=seconds)
+
+    async def statistics(self, *, seconds: float) -> CacheStatistics:
+        """What its cache did and holds. Raises `WorkerError` for one that does not say so in time."""
+        body = await self._get("/v1/statistics", limit=MAX_STATISTICS_BYTES, seconds=seconds)
+        try:
+            return _STATISTICS_DECODER.decode(body or b"")
+        except msgspec.DecodeError as error:
+            raise WorkerBroke(self.url, f"its statistics cannot be read: {error}") from error
 
     async def is_ready(self) -> bool:
         try:

@@ -12,8 +12,10 @@ engine goes on; any other error is a defect: the loop ends, every request gets
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,6 +25,7 @@ from tokenizers import Tokenizer
 
 from model_worker.detokenizer import Detokenizer
 from model_worker.protocol import (
+    CacheStatistics,
     Event,
     Failed,
     FailureCode,
@@ -39,6 +42,7 @@ from model_worker.runner import Runner
 from model_worker.sampling import Choice, DeadEnd, Sampler
 from model_worker.scheduler import Scheduler, Step, StepAbandoned
 from model_worker.sequence import Sequence
+from model_worker.statistics import cache_statistics
 from model_worker.structured import StructureCompiler, StructureRefused, Vocabulary
 from prefix_store.blocks import with_adapter
 from prefix_store.store import PrefixStore
@@ -47,6 +51,10 @@ log = structlog.get_logger(__name__)
 
 EventSink = Callable[[Event], None]
 """Takes one event; called from the engine's thread, must not block or raise."""
+
+
+class EngineStopped(Exception):
+    """The loop has ended, so nobody can look at what it owned."""
 
 
 class RequestRefused(Exception):
@@ -102,10 +110,15 @@ class _Inbox:
     changed: threading.Condition = field(default_factory=threading.Condition)
     added: deque[_Live] = field(default_factory=deque)
     cancelled: set[str] = field(default_factory=set)
+    looks: deque[Future[CacheStatistics]] = field(default_factory=deque)
     open_ids: set[str] = field(default_factory=set)
     num_open: int = 0
     draining: bool = False
     stopping: bool = False
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self.added or self.cancelled or self.looks or self.stopping)
 
 
 class Engine:
@@ -144,6 +157,7 @@ class Engine:
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
         self._counters = Counters()
+        self._began_at = time.monotonic()
         self.died = False
         self._thread = threading.Thread(target=self._run, name="engine")
         self._on_death: Callable[[], None] = lambda: None
@@ -217,6 +231,17 @@ class Engine:
         with self._inbox.changed:
             self._inbox.cancelled.add(request_id)
             self._inbox.changed.notify_all()
+
+    def look(self) -> Future[CacheStatistics]:
+        """What the cache did and holds, told between two steps. Fails with `EngineStopped`."""
+        answer: Future[CacheStatistics] = Future()
+        with self._inbox.changed:
+            if self._inbox.stopping or not self.is_alive:
+                answer.set_exception(EngineStopped())
+            else:
+                self._inbox.looks.append(answer)
+                self._inbox.changed.notify_all()
+        return answer
 
     def _refuse_impossible(self, request: GenerateRequest) -> None:
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
@@ -297,10 +322,11 @@ class Engine:
         """Waits for work, takes what came; False when it is time to stop."""
         inbox = self._inbox
         with inbox.changed:
-            while not (inbox.added or inbox.cancelled or inbox.stopping or self._scheduler.has_work):
+            while not (inbox.has_mail or self._scheduler.has_work):
                 inbox.changed.wait()
             added, inbox.added = inbox.added, deque()
             cancelled, inbox.cancelled = inbox.cancelled, set()
+            looks, inbox.looks = inbox.looks, deque()
             stopping = inbox.stopping
         for live in added:
             self._live[live.request.request_id] = live
@@ -308,7 +334,23 @@ class Engine:
         for request_id in cancelled & self._live.keys():
             self._close(self._live[request_id])
             self._counters.requests_cancelled += 1
+        self._answer_looks(looks)
         return not stopping
+
+    def _answer_looks(self, looks: Iterable[Future[CacheStatistics]]) -> None:
+        """One look for all who asked; who gave up waiting is left out."""
+        asking = [answer for answer in looks if answer.set_running_or_notify_cancel()]
+        if not asking:
+            return
+        now = time.monotonic()
+        seen = cache_statistics(
+            self._store,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            now=now,
+            uptime_seconds=now - self._began_at,
+        )
+        for answer in asking:
+            answer.set_result(seen)
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -445,11 +487,15 @@ class Engine:
             self._inbox.stopping = True
             left = [*self._live.values(), *self._inbox.added]
             self._inbox.added.clear()
+            looks, self._inbox.looks = self._inbox.looks, deque()
             self._inbox.open_ids.clear()
             self._inbox.num_open = 0
         self._live.clear()
         for live in left:
             live.sink(Failed(code="engine_failed", message="the engine stopped"))
+        for answer in looks:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineStopped())
         if not stopped_on_purpose:
             self.died = True
             self._on_death()

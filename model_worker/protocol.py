@@ -43,6 +43,9 @@ MAX_CHOICES = 128
 """Most texts that one request may ask for; OpenAI's limit."""
 
 CacheMode = Literal["automatic", "bypass"]
+MissedReason = Literal[
+    "below_minimum", "no_shared_prefix", "diverged", "not_yet_written", "expired", "evicted", "bypass"
+]
 FinishReason = Literal["stop", "length"]
 RefusalCode = Literal["invalid_request", "context_length_exceeded", "queue_full", "draining"]
 FailureCode = Literal["engine_failed", "out_of_blocks", "shutting_down", "structure_dead_end"]
@@ -145,14 +148,23 @@ class TierTokens(msgspec.Struct, frozen=True, kw_only=True):
         return self.device
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+class Missed(msgspec.Struct, frozen=True, kw_only=True):
+    """The first prompt token that was not found in cache, and why."""
+
+    reason: MissedReason
+    token_index: NonNegative
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started", omit_defaults=True):
     """Counts frozen at first admission: `cached.total + uncached` is the prompt.
 
-    `uncached` tokens are computed by this worker, no more and no fewer.
+    `uncached` tokens are computed by this worker, no more and no fewer. `missed` is None where
+    nothing that is or was in cache was missed.
     """
 
     cached: TierTokens
     uncached: NonNegative
+    missed: Missed | None = None
 
     @property
     def prompt(self) -> int:
@@ -290,6 +302,82 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_failed: int
     preemptions: int
     steps: int
+
+
+class DurationCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks by how long: `blocks[i]` took less than `upper_seconds[i]`, and no less than the one before."""
+
+    upper_seconds: list[float]
+    blocks: list[NonNegative]
+    mean_seconds: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks)
+
+
+class ScopeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one scope did to the cache since start. `scope` is as the gateway made it, or `OTHER_SCOPES`.
+
+    A query is one look-up of a prompt. A block is wasted when it left without having been read once.
+    """
+
+    scope: str
+    queries: NonNegative
+    query_tokens: NonNegative
+    hit_queries: NonNegative
+    hit_tokens: NonNegative
+    stored_blocks: NonNegative
+    resident_blocks: int
+    evicted_blocks: NonNegative
+    wasted_blocks: NonNegative
+    misses: dict[str, NonNegative]
+
+
+class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A cached prefix: its name in hexadecimal, its length, and how many prompts found all of it.
+
+    `scope` is empty for a public one, which `num_scopes` scopes go on from.
+    """
+
+    name: str
+    scope: str
+    num_scopes: NonNegative
+    num_tokens: NonNegative
+    hits: NonNegative
+    idle_seconds: float
+
+
+class StandingPin(msgspec.Struct, frozen=True, kw_only=True):
+    """A promise: the first tokens of a prompt stay, until `seconds_left` are over; None is for ever."""
+
+    scope: str
+    num_tokens: NonNegative
+    ttl_seconds: float | None
+    seconds_left: float | None
+
+
+OTHER_SCOPES = "other"
+"""The row of all scopes that have none of their own."""
+
+
+class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/statistics`: what the cache did since start, and what it holds now. Bounded.
+
+    Rows of `scopes` add up to `total`: those that hold the most, then `OTHER_SCOPES`. Tiers are those
+    of `TierTokens`; blocks of `block_size` tokens lie in each.
+    """
+
+    block_size: int
+    kv_bytes_per_token: int
+    uptime_seconds: float
+    total: ScopeStatistics
+    scopes: list[ScopeStatistics]
+    reuse_gap: DurationCounts
+    idle_before_eviction: DurationCounts
+    prefixes: list[HotPrefix]
+    pins: list[StandingPin]
+    resident_blocks_by_tier: dict[str, NonNegative]
 
 
 _EVENT_DECODER = msgspec.json.Decoder(Event)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from model_worker.protocol import Started, TierTokens
+from model_worker.protocol import Missed, Started, TierTokens
 from model_worker.sequence import Sequence
 from model_worker.shares import OLDEST_SHARE, split
 from model_worker.waiting import WaitingQueue
@@ -297,7 +297,9 @@ class Scheduler:
         sequence.num_computed = cached = lease.cached_tokens
         if sequence.started is None:
             uncached = sequence.num_prompt - cached
-            sequence.started = Started(cached=TierTokens(device=cached), uncached=uncached)
+            sequence.started = Started(
+                cached=TierTokens(device=cached), uncached=uncached, missed=_missed(sequence, lease)
+            )
             step.begun.append(sequence)
             self.waiting.charge(sequence.request.scope, uncached)
         step.prefills.append(sequence)
@@ -319,3 +321,13 @@ class Scheduler:
         sequence.waits_for = None
         sequence.has_begun = False
         sequence.num_computed = 0
+
+
+def _missed(sequence: Sequence, lease: Lease) -> Missed | None:
+    """What the store says; of a prompt that waited for another and found more since, nothing is known."""
+    if sequence.request.cache == "bypass":
+        return Missed(reason="bypass", token_index=0)
+    miss = lease.miss
+    if miss is None or miss.token_index < lease.cached_tokens:
+        return None
+    return Missed(reason=miss.reason.value, token_index=miss.token_index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -23,7 +24,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from model_worker.engine import Engine, RequestRefused
+from model_worker.engine import Engine, EngineStopped, RequestRefused
 from model_worker.metrics import EngineCollector
 from model_worker.protocol import (
     EVENT_STREAM_TYPE,
@@ -98,12 +99,21 @@ def create_app(
             Route("/v1/generate", generate, methods=["POST"]),
             Route("/v1/card", show_card),
             Route("/v1/stats", show_stats),
+            Route("/v1/statistics", partial(_show_statistics, engine)),
             Route("/v1/files/{name}", show_file),
             Route("/metrics", metrics),
             Route("/health/liveness", liveness),
             Route("/health/readiness", readiness),
         ]
     )
+
+
+async def _show_statistics(engine: Engine, _: Request) -> Response:
+    try:
+        seen = await asyncio.wrap_future(engine.look())
+    except EngineStopped:
+        return Response(status_code=503)
+    return _json(seen)
 
 
 class EventStream(Response):

@@ -30,6 +30,7 @@ from model_worker.protocol import (
     Event,
     Finished,
     GenerateRequest,
+    Missed,
     Started,
     TierTokens,
     Token,
@@ -100,7 +101,11 @@ class ScriptedWorker:
             limit = len(request.token_ids) - 1
             cached = min(limit, max((_common(prompt, request.token_ids) for prompt in known), default=0))
             known.append(request.token_ids)
-        return Started(cached=TierTokens(device=cached), uncached=len(request.token_ids) - cached)
+        return Started(
+            cached=TierTokens(device=cached),
+            uncached=len(request.token_ids) - cached,
+            missed=None if cached else Missed(reason="no_shared_prefix", token_index=0),
+        )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Step]:
         """The default script: three tokens, the last text held back until the end."""

@@ -47,6 +47,10 @@ async def test_the_same_conversation_misses_then_hits_and_is_billed_as_told(stac
         assert event.output_tokens == event.delivered_tokens == usage.completion_tokens == len(ANSWER)
         assert event.finish_reason == "stop"
         assert event.first_token_ns > 0
+        assert event.worker == "worker-0"
+        assert event.miss_reason == (
+            None if usage.prompt_tokens_details.cached_tokens else "no_shared_prefix"
+        )
 
 
 async def test_a_longer_conversation_is_a_partial_hit(stack):

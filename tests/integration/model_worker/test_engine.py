@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model_worker.engine import RequestRefused
+from model_worker.engine import EngineStopped, RequestRefused
 from model_worker.kv_shape import DTYPES
 from model_worker.models import LoadedModel
 from model_worker.protocol import (
@@ -402,3 +402,36 @@ def test_a_step_goes_on_for_the_one_who_still_waits(tiny_model: LoadedModel) -> 
 
         driver.engine.submit(given_up, give_up)
         assert driver.generate(prompt_of(700, seed=1)).tokens == expected
+
+
+def test_the_cache_is_told_about_while_the_engine_runs(driver: EngineDriver) -> None:
+    empty = driver.engine.look().result(timeout=60)
+    assert (empty.total.queries, empty.scopes, empty.prefixes) == (0, [], [])
+    for _ in range(3):
+        driver.generate(prompt_of(100))
+    driver.generate(prompt_of(50, seed=1), scope="bb")
+    seen = driver.engine.look().result(timeout=60)
+    assert (seen.total.queries, seen.total.hit_queries) == (4, 2)
+    assert seen.total.hit_tokens == 2 * 99
+    assert seen.total.misses == {"no_shared_prefix": 2}
+    assert {row.scope: row.queries for row in seen.scopes} == {"aa": 3, "bb": 1}
+    assert sum(row.resident_blocks for row in seen.scopes) == seen.total.resident_blocks
+    assert (seen.prefixes[0].scope, seen.prefixes[0].hits) == ("aa", 2)
+    assert seen.reuse_gap.total > 0
+
+
+def test_a_stopped_engine_leaves_nobody_waiting_for_a_look(driver: EngineDriver) -> None:
+    driver.stop()
+    with pytest.raises(EngineStopped):
+        driver.engine.look().result(timeout=60)
+
+
+def test_the_start_tells_why_not_more_was_found(driver: EngineDriver) -> None:
+    def missed(prompt: list[int], **options: object) -> tuple[str, int] | None:
+        found = driver.generate(prompt, **options).started.missed
+        return None if found is None else (found.reason, found.token_index)
+
+    assert missed(prompt_of(100)) == ("no_shared_prefix", 0)
+    assert missed(prompt_of(100)) is None
+    assert missed(prompt_of(64) + prompt_of(40, seed=2)) == ("diverged", 64)
+    assert missed(prompt_of(100), cache="bypass") == ("bypass", 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model_worker.models import LoadedModel, load_model
-from model_worker.protocol import Started, TierTokens, Token
+from model_worker.protocol import Missed, Started, TierTokens, Token
 from model_worker.settings import WorkerSettings
 from model_worker.uncached import UncachedRunner
 from model_worker.wiring import build_worker
@@ -58,7 +58,9 @@ def test_texts_are_those_of_generate_and_the_reason_is_told(family: str, tmp_pat
     assert card.uncached_reason is not None
     assert re.fullmatch(REASONS[family], card.uncached_reason)
     assert sum(near_ties) <= 1
-    assert again.started == Started(cached=TierTokens(), uncached=len(prompts[0]))
+    assert again.started == Started(
+        cached=TierTokens(), uncached=len(prompts[0]), missed=Missed(reason="bypass", token_index=0)
+    )
 
 
 def test_a_full_attention_model_has_no_reason(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from model_worker.protocol import (
     EVENT_STREAM_TYPE,
+    CacheStatistics,
     Event,
     Finished,
     Refusal,
@@ -104,6 +105,14 @@ def test_the_card_says_what_runs(worker: RunningWorker, model_folder: Path) -> N
         worker.client.get("/v1/files/tokenizer.json").content
         == (model_folder / "tokenizer.json").read_bytes()
     )
+
+
+def test_the_cache_is_told_about_over_http(worker: RunningWorker) -> None:
+    answer = worker.client.get("/v1/statistics")
+    seen = msgspec.json.decode(answer.content, type=CacheStatistics)
+    assert seen.block_size == 16
+    assert sum(row.queries for row in seen.scopes) == seen.total.queries
+    assert set(seen.resident_blocks_by_tier) == {"device"}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "..%2fport", "nothing"])
