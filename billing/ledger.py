@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Table, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import instants, schema
+from billing.cache_outcomes import count_outcomes
 from billing.errors import AmountTooLarge, BillingError, DuplicateRequest, UnpricedModel
 from billing.ids import EventId, JournalId, PriceVersionId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
@@ -169,6 +170,7 @@ def post_all(
         connection.execute(insert(schema.ledger_lines), lines)
     _settle_requests(connection, [event.request_id for event in events], now)
     posted = [event for event_id, event in by_event_id.items() if event_id in returned]
+    count_outcomes(connection, posted)
     repeated = [event for event_id, event in by_event_id.items() if event_id not in returned]
     known = _known_digests(connection, [event.request_id for event in repeated])
     same = [known.get(event.request_id) == payload_digest(event) for event in repeated]

@@ -29,6 +29,8 @@ from sqlalchemy import (
     text,
 )
 
+from billing.instants import BUCKET_MICROSECONDS
+
 metadata = MetaData(
     naming_convention={
         "pk": "pk_%(table_name)s",
@@ -327,4 +329,35 @@ statements = Table(
     CheckConstraint("start_us < end_us", name="period_holds_something"),
     CheckConstraint("length(digest) = 32", name="digest_is_32_bytes"),
     UniqueConstraint("tenant_id", "period"),
+)
+
+dashboard_sessions = Table(
+    "dashboard_sessions",
+    metadata,
+    # SHA-256 of what the browser holds, and the digest of the key it was opened with.
+    Column("token_digest", LargeBinary(32), primary_key=True),
+    Column("key_digest", LargeBinary(32), nullable=False),
+    Column("opened_at_us", BigInteger(), nullable=False),
+    Column("last_used_at_us", BigInteger(), nullable=False),
+    CheckConstraint("length(token_digest) = 32", name="token_digest_is_32_bytes"),
+    Index("ix_dashboard_sessions_key_digest", "key_digest"),
+)
+
+CACHE_COUNTS: Final = ("requests", "prompt_tokens", "read_tokens", "first_tokens", "first_token_us")
+
+cache_buckets = Table(
+    "cache_buckets",
+    metadata,
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), primary_key=True),
+    Column("bucket_us", BigInteger(), primary_key=True, autoincrement=False),
+    Column("model", String(256), primary_key=True),
+    # Empty where the event does not say: a key holds no NULL.
+    Column("worker", String(128), primary_key=True),
+    Column("outcome", String(8), primary_key=True),
+    Column("miss_reason", String(64), primary_key=True),
+    # `first_tokens` requests came to a first token, after `first_token_us` microseconds in all.
+    *(Column(name, BigInteger(), nullable=False) for name in CACHE_COUNTS),
+    CheckConstraint("outcome IN ('hit', 'miss')", name="outcome_known"),
+    CheckConstraint(f"bucket_us % {BUCKET_MICROSECONDS} = 0", name="bucket_begins"),
+    CheckConstraint("read_tokens <= prompt_tokens", name="read_is_a_part"),
 )
