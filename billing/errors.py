@@ -109,3 +109,27 @@ class MeterUnavailable(MeterRefusal):
 
 class MeterClosed(MeterRefusal):
     """The meter was closed, or never started."""
+
+
+class InvalidBudget(BillingError):
+    """A budget that names a scope or an amount that cannot be."""
+
+
+class BudgetBelowPosted(InvalidBudget):
+    """More was spent in the period than the budget would allow."""
+
+
+class UnknownBudget(BillingError):
+    """No such budget, or it was removed."""
+
+
+class BudgetExceeded(BillingError):
+    """The most that the request can cost does not fit into a budget. Waiting does not help."""
+
+
+class InvalidLimit(BillingError):
+    """A rate limit that cannot be."""
+
+
+class LimitReached(BillingError):
+    """A rate or concurrency limit has no room for the request now."""

@@ -17,6 +17,7 @@ RequestId = NewType("RequestId", UUID)
 EventId = NewType("EventId", UUID)
 LineId = NewType("LineId", UUID)
 PriceVersionId = NewType("PriceVersionId", UUID)
+BudgetId = NewType("BudgetId", UUID)
 JournalId = NewType("JournalId", UUID)
 """One journal directory, for as long as it exists."""
 ProcessId = NewType("ProcessId", UUID)

@@ -19,14 +19,16 @@ import msgspec
 from sqlalchemy import Connection, Table, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from billing import instants, schema
+from billing import budgets, instants, limits, schema
+from billing.budgets import Charge, Reserving
 from billing.cache_outcomes import count_outcomes
 from billing.errors import AmountTooLarge, BillingError, DuplicateRequest, UnpricedModel
 from billing.ids import EventId, JournalId, PriceVersionId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
+from billing.limits import Standing, Throttling
 from billing.money import MAX_STORED
 from billing.prices import BookHistory, ModelPrice, discounted
-from billing.usage import Admission, TokenClass, TokenCounts, UsageEvent
+from billing.usage import Admission, Estimate, TokenClass, TokenCounts, UsageEvent
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
@@ -130,21 +132,63 @@ def admit_all(
 
 
 def admit_priced(
-    connection: Connection, admissions: Sequence[Admission], *, owner: Owner, lease: timedelta
-) -> list[BillingError | None]:
-    """Writes the request rows of what has a price; returns, for each admission in order, why not.
+    connection: Connection,
+    admissions: Sequence[tuple[Admission, Estimate]],
+    *,
+    owner: Owner,
+    lease: timedelta,
+) -> list[Standing | BillingError | None]:
+    """Writes the request rows of what has a price, and room in its limits and budgets, which is reserved.
 
-    The reasons are UnpricedModel and DuplicateRequest.
+    Returns, for each admission in order, how its limits stand (None without any), or why it is
+    refused: UnpricedModel, DuplicateRequest, RateLimited or BudgetExceeded.
     """
-    book = BookHistory.load(connection, {admission.model for admission in admissions})
-    refusals = [_price_refusal(book, admission) for admission in admissions]
-    priced = [one for one, refusal in zip(admissions, refusals, strict=True) if refusal is None]
-    new = admit_all(connection, priced, owner=owner, lease=lease) if priced else set()
-    for index, admission in enumerate(admissions):
-        if refusals[index] is None and admission.request_id not in new:
-            refusals[index] = DuplicateRequest(f"request {admission.request_id} was admitted before")
-        new.discard(admission.request_id)  # the same id twice in one batch: the first has it
-    return refusals
+    asked = [admission for admission, _ in admissions]
+    book = BookHistory.load(connection, {admission.model for admission in asked})
+    room = _Room(connection, asked, book)
+    outcomes = [room.take(admission, estimate) for admission, estimate in admissions]
+    granted = [
+        one for one, outcome in zip(asked, outcomes, strict=True) if not isinstance(outcome, BillingError)
+    ]
+    new = admit_all(connection, granted, owner=owner, lease=lease) if granted else set()
+    room.write(new, {one.request_id: instants.later(one.admitted_at, lease) for one in granted})
+    return [
+        outcome
+        if isinstance(outcome, BillingError) or one.request_id in new
+        else DuplicateRequest(f"request {one.request_id} was admitted before")
+        for one, outcome in zip(asked, outcomes, strict=True)
+    ]
+
+
+class _Room:
+    """What a batch of admissions may still take, as it is taken in their order."""
+
+    def __init__(self, connection: Connection, admissions: Sequence[Admission], book: BookHistory) -> None:
+        self._connection = connection
+        self._book = book
+        self._reserving = Reserving.load(connection, admissions)
+        self._throttling = Throttling.load(connection, admissions)
+        self._seen: set[RequestId] = set()
+
+    def take(self, admission: Admission, estimate: Estimate) -> Standing | BillingError | None:
+        """From every limit and budget over the request, or from none."""
+        if admission.request_id in self._seen:
+            return DuplicateRequest(f"request {admission.request_id} was admitted before")
+        try:
+            price = self._book.price(admission.model, admission.admitted_at)
+        except UnpricedModel as refusal:
+            return refusal
+        refused = self._throttling.refusal(admission, estimate) or self._reserving.reserve(
+            admission, price, estimate
+        )
+        if refused is not None:
+            return refused
+        self._seen.add(admission.request_id)
+        return self._throttling.hold(admission, estimate)
+
+    def write(self, admitted: set[RequestId], lease_until: Mapping[RequestId, int]) -> None:
+        self._reserving.write(self._connection, admitted, lease_until)
+        self._throttling.write(self._connection, admitted, lease_until)
 
 
 def post_all(
@@ -160,14 +204,17 @@ def post_all(
     book = BookHistory.load(connection, {event.admission.model for event in events})
     by_event_id = {EventId(new_id()): event for event in events}
     returned = _insert_events(connection, by_event_id, now)
-    lines = [
-        _line_row(event_id, line)
+    rated = {
+        event_id: rate(event.counts, book.price(event.admission.model, event.admission.admitted_at))
         for event_id, event in by_event_id.items()
         if event_id in returned
-        for line in rate(event.counts, book.price(event.admission.model, event.admission.admitted_at))
-    ]
+    }
+    lines = [_line_row(event_id, line) for event_id, of_event in rated.items() for line in of_event]
     if lines:
         connection.execute(insert(schema.ledger_lines), lines)
+    _end_reservations(
+        connection, [(by_event_id[event_id], of_event) for event_id, of_event in rated.items()], now
+    )
     _settle_requests(connection, [event.request_id for event in events], now)
     posted = [event for event_id, event in by_event_id.items() if event_id in returned]
     count_outcomes(connection, posted)
@@ -206,12 +253,23 @@ def abandoned_requests(
     ]
 
 
-def _price_refusal(book: BookHistory, admission: Admission) -> BillingError | None:
-    try:
-        book.price(admission.model, admission.admitted_at)
-    except UnpricedModel as refusal:
-        return refusal
-    return None
+def _end_reservations(
+    connection: Connection, posted: Sequence[tuple[UsageEvent, Sequence[LedgerLine]]], now: Microseconds
+) -> None:
+    """Of events that the database took: so each ends once."""
+    if not posted:
+        return
+    charges = [
+        Charge(
+            request_id=event.request_id,
+            scope=budgets.scope_of(event.admission),
+            accounted_at=event.admission.admitted_at,
+            amount_pusd=sum(line.amount_pusd for line in lines),
+        )
+        for event, lines in posted
+    ]
+    budgets.settle(connection, charges, now)
+    limits.settle(connection, {event.request_id: event.counts for event, _ in posted}, now)
 
 
 def _class_without_cache(token_class: TokenClass) -> TokenClass:

@@ -30,7 +30,7 @@ from typing import Any, Final, Literal
 import msgspec
 from sqlalchemy.exc import StatementError
 
-from billing import instants, ledger
+from billing import budgets, instants, ledger, limits
 from billing.backoff import Backoff, nanoseconds
 from billing.db import Database
 from billing.errors import (
@@ -48,7 +48,8 @@ from billing.ids import ProcessId, RequestId, new_id
 from billing.instants import Clock, Microseconds
 from billing.journal import Journal, Record
 from billing.ledger import Owner, Posting
-from billing.usage import ABANDONED, Admission, TokenCounts, UsageEvent, UsageKind
+from billing.limits import Standing
+from billing.usage import ABANDONED, Admission, Estimate, TokenCounts, UsageEvent, UsageKind
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ _NEVER_POSTABLE: Final = (StatementError, UnpricedModel, AmountTooLarge)
 """What is the event's own fault: trying again cannot help."""
 
 SWEEP_TIMEOUT_SECONDS: Final = 60
+
+NOTHING: Final = Estimate()
+"""Of whoever does not say what it may use: it is admitted while its budgets are not overrun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,8 @@ class _Waiting:
     """An admission before its commit."""
 
     admission: Admission
-    outcome: Future[None]
+    estimate: Estimate
+    outcome: Future[Standing | None]
 
 
 _Sweep = tuple[Microseconds, Future[int]]
@@ -221,14 +226,15 @@ class Meter:
         if former == "failed":
             self._close_journal()
 
-    def admit(self, admission: Admission) -> Future[None]:
-        """Done once the request's row is committed. Never blocks.
+    def admit(self, admission: Admission, estimate: Estimate = NOTHING) -> Future[Standing | None]:
+        """Done once the request's row is committed, and what it can use is reserved. Never blocks.
 
-        The future raises a MeterRefusal (no work may start now: 503), UnpricedModel,
+        The future tells how the limits stand that the request is under, if any. It raises a
+        MeterRefusal (no work may start now: 503), RateLimited, BudgetExceeded, UnpricedModel,
         DuplicateRequest or InvalidUsage. Whoever gives up waiting for it settles the
         request all the same, with no tokens: settling needs no admission.
         """
-        waiting = _Waiting(admission=admission, outcome=Future())
+        waiting = _Waiting(admission=admission, estimate=estimate, outcome=Future())
         with self._changed:
             refusal = self._refusal()
             if refusal is None:
@@ -431,11 +437,11 @@ class Meter:
         if not self._database_tries.is_open:
             self._conclude(live, [MeterUnavailable(_DATABASE_AWAY) for _ in live])
             return
-        admissions = [waiting.admission for waiting in live]
-        refusals: Sequence[BillingError | None]
+        admissions = [(waiting.admission, waiting.estimate) for waiting in live]
+        outcomes: Sequence[Standing | BillingError | None]
         try:
             with self._db.write() as connection:
-                refusals = ledger.admit_priced(
+                outcomes = ledger.admit_priced(
                     connection, admissions, owner=self._owner, lease=self._limits.lease
                 )
         except StatementError as error:
@@ -443,25 +449,29 @@ class Meter:
                 for waiting in live:
                     self._commit_admissions([waiting])
                 return
-            refusals = [InvalidUsage(f"the database refuses the admission: {error.orig}")]
+            outcomes = [InvalidUsage(f"the database refuses the admission: {error.orig}")]
         except DatabaseUnavailable as error:
             self._database_failed(error)
-            refusals = [MeterUnavailable(_DATABASE_AWAY) for _ in live]
+            outcomes = [MeterUnavailable(_DATABASE_AWAY) for _ in live]
         else:
             self._database_answered()
-        self._conclude(live, refusals)
+        self._conclude(live, outcomes)
 
-    def _conclude(self, live: Sequence[_Waiting], refusals: Sequence[BillingError | None]) -> None:
+    def _conclude(self, live: Sequence[_Waiting], outcomes: Sequence[Standing | BillingError | None]) -> None:
+        refused = [
+            waiting
+            for waiting, outcome in zip(live, outcomes, strict=True)
+            if isinstance(outcome, BillingError)
+        ]
         with self._changed:
-            num_refused = sum(refusal is not None for refusal in refusals)
-            self._counts["refused"] += num_refused
-            self._counts["admitted"] += len(live) - num_refused
-        self._forget(waiting for waiting, refusal in zip(live, refusals, strict=True) if refusal is not None)
-        for waiting, refusal in zip(live, refusals, strict=True):
-            if refusal is None:
-                waiting.outcome.set_result(None)
+            self._counts["refused"] += len(refused)
+            self._counts["admitted"] += len(live) - len(refused)
+        self._forget(refused)
+        for waiting, outcome in zip(live, outcomes, strict=True):
+            if isinstance(outcome, BillingError):
+                waiting.outcome.set_exception(outcome)
             else:
-                waiting.outcome.set_exception(refusal)
+                waiting.outcome.set_result(outcome)
 
     def _forget(self, refused: Iterable[_Waiting]) -> None:
         with self._changed:
@@ -536,6 +546,7 @@ class Meter:
                 continue
             try:
                 num_swept = self._sweep(now)
+                self._expire(now)
             except DatabaseUnavailable as error:
                 self._database_failed(error)
                 _fail(outcome, MeterUnavailable(_DATABASE_AWAY))
@@ -562,6 +573,13 @@ class Meter:
         if num_swept:
             _logger.warning("meter: settled %d abandoned requests", num_swept)
         return num_swept
+
+    def _expire(self, now: Microseconds) -> None:
+        """Frees what is still held after its lease: of events that can never be posted, for one."""
+        with self._db.write() as connection:
+            num_expired = budgets.expire(connection, now) + limits.expire(connection, now)
+        if num_expired:
+            _logger.warning("meter: %d reservations outlived their lease", num_expired)
 
     def _last_evidence(self, admission: Admission) -> UsageEvent:
         known = self._evidence.get(admission.request_id)

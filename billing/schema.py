@@ -361,3 +361,121 @@ cache_buckets = Table(
     CheckConstraint(f"bucket_us % {BUCKET_MICROSECONDS} = 0", name="bucket_begins"),
     CheckConstraint("read_tokens <= prompt_tokens", name="read_is_a_part"),
 )
+
+# A budget names one key, one project, or its whole tenant.
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    Column("project_id", Uuid(), nullable=True),
+    Column("api_key_id", Uuid(), nullable=True),
+    # Of these three the narrowest: what requests are matched by.
+    Column("scope_id", Uuid(), nullable=False),
+    Column("period", String(16), nullable=False),
+    Column("limit_pusd", BigInteger(), nullable=False),
+    Column("created_at_us", BigInteger(), nullable=False),
+    Column("removed_at_us", BigInteger(), nullable=True),
+    CheckConstraint("period IN ('month', 'total')", name="period_known"),
+    CheckConstraint("project_id IS NULL OR api_key_id IS NULL", name="scope_is_one"),
+    CheckConstraint("scope_id = COALESCE(api_key_id, project_id, tenant_id)", name="scope_is_the_narrowest"),
+    _non_negative("limit_pusd"),
+    ForeignKeyConstraint(["tenant_id", "project_id"], ["projects.tenant_id", "projects.id"]),
+    ForeignKeyConstraint(["tenant_id", "api_key_id"], ["api_keys.tenant_id", "api_keys.id"]),
+    Index(
+        "uq_budgets_live",
+        "scope_id",
+        "period",
+        unique=True,
+        sqlite_where=text("removed_at_us IS NULL"),
+        postgresql_where=text("removed_at_us IS NULL"),
+    ),
+)
+
+# What stands against a budget in one of its periods. A trigger refuses a reservation past the limit;
+# what was really used is posted, whatever the limit.
+budget_balances = Table(
+    "budget_balances",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("budget_id", Uuid(), ForeignKey("budgets.id"), nullable=False),
+    # A month of the tenant's zone, as `2026-11`, or `total`.
+    Column("period", String(7), nullable=False),
+    Column("limit_pusd", BigInteger(), nullable=False),
+    Column("posted_pusd", BigInteger(), nullable=False),
+    Column("reserved_pusd", BigInteger(), nullable=False),
+    _non_negative("limit_pusd"),
+    _non_negative("reserved_pusd"),
+    UniqueConstraint("budget_id", "period"),
+)
+
+reservations = Table(
+    "reservations",
+    metadata,
+    Column("request_id", Uuid(), ForeignKey("requests.id"), primary_key=True),
+    Column("balance_id", Uuid(), ForeignKey("budget_balances.id"), primary_key=True),
+    Column("amount_pusd", BigInteger(), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("lease_until_us", BigInteger(), nullable=False),
+    Column("settled_pusd", BigInteger(), nullable=True),
+    Column("ended_at_us", BigInteger(), nullable=True),
+    _non_negative("amount_pusd"),
+    CheckConstraint("state IN ('held', 'settled', 'released', 'expired')", name="state_known"),
+    CheckConstraint("(state = 'held') = (ended_at_us IS NULL)", name="ended_has_instant"),
+    CheckConstraint("(state = 'settled') = (settled_pusd IS NOT NULL)", name="settled_has_amount"),
+    Index(
+        "ix_reservations_held",
+        "lease_until_us",
+        sqlite_where=text("state = 'held'"),
+        postgresql_where=text("state = 'held'"),
+    ),
+)
+
+# The limits of a key, or of all keys of a tenant that have none of their own, and how full they are.
+limits = Table(
+    "limits",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=False),
+    Column("api_key_id", Uuid(), nullable=True),
+    Column("scope_id", Uuid(), nullable=False, unique=True),
+    Column("requests_per_minute", BigInteger(), nullable=True),
+    Column("tokens_per_minute", BigInteger(), nullable=True),
+    Column("concurrent_requests", BigInteger(), nullable=True),
+    Column("cached_weight_basis_points", BigInteger(), nullable=False),
+    # Of the two buckets, in parts of 60,000,000 to a request or a token, at one instant; see `limits.py`.
+    Column("requests_level", BigInteger(), nullable=False),
+    Column("tokens_level", BigInteger(), nullable=False),
+    Column("level_at_us", BigInteger(), nullable=False),
+    Column("open_requests", BigInteger(), nullable=False),
+    CheckConstraint("requests_per_minute > 0", name="requests_per_minute_positive"),
+    CheckConstraint("tokens_per_minute > 0", name="tokens_per_minute_positive"),
+    CheckConstraint("concurrent_requests > 0", name="concurrent_requests_positive"),
+    CheckConstraint("cached_weight_basis_points BETWEEN 0 AND 10000", name="cached_weight_is_a_share"),
+    CheckConstraint("scope_id = COALESCE(api_key_id, tenant_id)", name="scope_is_the_narrowest"),
+    _non_negative("requests_level"),
+    _non_negative("tokens_level"),
+    _non_negative("open_requests"),
+    ForeignKeyConstraint(["tenant_id", "api_key_id"], ["api_keys.tenant_id", "api_keys.id"]),
+)
+
+# What an open request holds of its limits: one of the concurrent requests, and tokens.
+limit_holds = Table(
+    "limit_holds",
+    metadata,
+    Column("request_id", Uuid(), ForeignKey("requests.id"), primary_key=True),
+    Column("limit_id", Uuid(), ForeignKey("limits.id"), nullable=False),
+    Column("tokens", BigInteger(), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("lease_until_us", BigInteger(), nullable=False),
+    Column("ended_at_us", BigInteger(), nullable=True),
+    _non_negative("tokens"),
+    CheckConstraint("state IN ('held', 'settled', 'expired')", name="state_known"),
+    CheckConstraint("(state = 'held') = (ended_at_us IS NULL)", name="ended_has_instant"),
+    Index(
+        "ix_limit_holds_held",
+        "lease_until_us",
+        sqlite_where=text("state = 'held'"),
+        postgresql_where=text("state = 'held'"),
+    ),
+)

@@ -122,6 +122,24 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
         _require_instant("admitted_at", self.admitted_at)
 
 
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a request can use: what is reserved for it before it starts.
+
+    `read` of the `prompt` tokens are known to come from the cache. `output` is over all
+    choices. Raises InvalidUsage for what no request can use.
+    """
+
+    prompt: int = 0
+    read: int = 0
+    output: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "read", "output"):
+            _require_count(name, getattr(self, name))
+        if self.read > self.prompt:
+            raise InvalidUsage(f"{self.read} of {self.prompt} prompt tokens cannot be read")
+
+
 class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a request used until it ended. It says all that billing needs, even if its admission was lost.
 
