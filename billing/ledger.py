@@ -1,7 +1,7 @@
 """The ledger: from counts to lines, and from events to rows.
 
-Knows how a request is rated and what one posting transaction writes. Does not
-know journals, threads or retries.
+Knows what one posting transaction writes. Does not know how a count is rated, nor
+journals, threads or retries.
 
 Posting is idempotent by constraint: the database takes the first terminal event
 of a request and returns it; lines are written for returned events alone.
@@ -10,65 +10,33 @@ of a request and returns it; lines are written for returned events alone.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
+from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, Table, insert, select, text, update
+from sqlalchemy import Connection, Row, Table, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from billing import budgets, instants, limits, schema
+from billing import budgets, instants, limits, rollups, schema
 from billing.budgets import Charge, Reserving
 from billing.cache_outcomes import count_outcomes
-from billing.errors import AmountTooLarge, BillingError, DuplicateRequest, UnpricedModel
-from billing.ids import EventId, JournalId, PriceVersionId, ProcessId, RequestId, new_id
+from billing.errors import BillingError, DuplicateRequest, UnpricedModel
+from billing.ids import EventId, JournalId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
 from billing.limits import Standing, Throttling
-from billing.money import MAX_STORED
-from billing.prices import BookHistory, ModelPrice, discounted
-from billing.usage import Admission, Estimate, TokenClass, TokenCounts, UsageEvent
+from billing.periods import hold_periods
+from billing.prices import BookHistory
+from billing.rating import LedgerLine, differences, rate_quantities
+from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
+
+ADJUSTMENT: Final = "adjustment"
+CREDIT: Final = "credit"
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerLine:
-    """`quantity` tokens of one class at one unit price. Exact: `amount_pusd` is their product.
-
-    Token-hours, for a pin. Negative in a correction. `list_…` units are those of the
-    book, before the tenant's discount.
-    """
-
-    token_class: TokenClass
-    quantity: int
-    list_unit_pusd: int
-    list_unit_without_cache_pusd: int
-    discount_basis_points: int
-    price_version_id: PriceVersionId
-
-    @property
-    def unit_pusd(self) -> int:
-        return discounted(self.list_unit_pusd, self.discount_basis_points)
-
-    @property
-    def unit_without_cache_pusd(self) -> int:
-        return discounted(self.list_unit_without_cache_pusd, self.discount_basis_points)
-
-    @property
-    def list_amount_pusd(self) -> int:
-        return self.quantity * self.list_unit_pusd
-
-    @property
-    def amount_pusd(self) -> int:
-        return self.quantity * self.unit_pusd
-
-    @property
-    def amount_without_cache_pusd(self) -> int:
-        if self.token_class is TokenClass.PIN:
-            return 0  # without a cache nobody would have bought it
-        return self.quantity * self.unit_without_cache_pusd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,36 +53,14 @@ class Posting:
 
     `duplicates` had been posted before, equal in every byte. `conflicts` had
     been posted before with another payload: the first stands, and somebody must look.
+    `adjusted` came late, after a sweep had ended their requests: what they say beyond that
+    was posted as an adjustment.
     """
 
     posted: Sequence[UsageEvent]
+    adjusted: Sequence[UsageEvent]
     duplicates: Sequence[UsageEvent]
     conflicts: Sequence[UsageEvent]
-
-
-def rate(counts: TokenCounts, price: ModelPrice) -> tuple[LedgerLine, ...]:
-    """A line for every class with tokens. Pure: the same counts and versions give the same lines.
-
-    Raises UnpricedModel when a class has tokens and no price, AmountTooLarge
-    when a line does not fit its column.
-    """
-    lines = []
-    for token_class, quantity in counts.by_class():
-        if quantity == 0:
-            continue
-        version = price.version(token_class)
-        line = LedgerLine(
-            token_class=token_class,
-            quantity=quantity,
-            list_unit_pusd=version.unit_pusd,
-            list_unit_without_cache_pusd=price.version(_class_without_cache(token_class)).unit_pusd,
-            discount_basis_points=price.discount_basis_points,
-            price_version_id=version.id,
-        )
-        if quantity * max(line.list_unit_pusd, line.list_unit_without_cache_pusd) > MAX_STORED:
-            raise AmountTooLarge(f"{quantity} {token_class} tokens at {line.list_unit_pusd} picodollars")
-        lines.append(line)
-    return tuple(lines)
 
 
 def payload_digest(event: UsageEvent) -> bytes:
@@ -200,31 +146,101 @@ def post_all(
     never be posted; the transaction must then be rolled back.
     """
     # A request whose admission was lost with the database is told by its event.
-    admit_all(connection, [event.admission for event in events], owner=owner, lease=lease)
-    book = BookHistory.load(connection, {event.admission.model for event in events})
-    by_event_id = {EventId(new_id()): event for event in events}
-    returned = _insert_events(connection, by_event_id, now)
-    rated = {
-        event_id: rate(event.counts, book.price(event.admission.model, event.admission.admitted_at))
-        for event_id, event in by_event_id.items()
-        if event_id in returned
-    }
-    lines = [_line_row(event_id, line) for event_id, of_event in rated.items() for line in of_event]
-    if lines:
-        connection.execute(insert(schema.ledger_lines), lines)
-    _end_reservations(
-        connection, [(by_event_id[event_id], of_event) for event_id, of_event in rated.items()], now
-    )
+    unadmitted = _unadmitted(connection, events)
+    if unadmitted:
+        admit_all(connection, unadmitted, owner=owner, lease=lease)
+    closed_until = hold_periods(connection, {event.admission.tenant_id for event in events})
+    drafts = [_draft(event, closed_until) for event in events]
+    returned = _insert_terminal(connection, drafts, now)
+    repeated = [draft for draft in drafts if draft.event_id not in returned]
+    earlier = _earlier(connection, [draft.event.request_id for draft in repeated])
+    corrections, duplicates, conflicts = _sort_repeated(repeated, earlier)
+    posted = [draft for draft in drafts if draft.event_id in returned]
+    if corrections:
+        connection.execute(insert(schema.usage_events), [_event_row(one, now) for one in corrections])
+    lines = _write_lines(connection, [*posted, *corrections])
+    _end_reservations(connection, [*posted, *corrections], lines, now)
+    count_outcomes(connection, [draft.event for draft in posted])
     _settle_requests(connection, [event.request_id for event in events], now)
-    posted = [event for event_id, event in by_event_id.items() if event_id in returned]
-    count_outcomes(connection, posted)
-    repeated = [event for event_id, event in by_event_id.items() if event_id not in returned]
-    known = _known_digests(connection, [event.request_id for event in repeated])
-    same = [known.get(event.request_id) == payload_digest(event) for event in repeated]
     return Posting(
-        posted=posted,
-        duplicates=[event for event, is_same in zip(repeated, same, strict=True) if is_same],
-        conflicts=[event for event, is_same in zip(repeated, same, strict=True) if not is_same],
+        posted=[draft.event for draft in posted],
+        adjusted=[draft.event for draft in corrections],
+        duplicates=duplicates,
+        conflicts=conflicts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A row of `usage_events` that is about to be written: a terminal event, or what one corrects."""
+
+    event_id: EventId
+    event: UsageEvent
+    digest: bytes
+    accounted_at: Microseconds
+    quantities: Sequence[tuple[TokenClass, int]]
+    delivered: int
+    original_id: EventId | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.event.kind.value if self.original_id is None else ADJUSTMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Earlier:
+    """What was posted of a request: its terminal event, and the sums with all corrections."""
+
+    original_id: EventId
+    is_swept: bool
+    digests: frozenset[bytes]
+    quantities: Sequence[tuple[TokenClass, int]]
+    delivered: int
+
+
+def _draft(event: UsageEvent, closed_until: Mapping[UUID, Microseconds]) -> _Draft:
+    return _Draft(
+        event_id=EventId(new_id()),
+        event=event,
+        digest=payload_digest(event),
+        accounted_at=max(
+            event.admission.admitted_at, closed_until.get(event.admission.tenant_id, Microseconds(0))
+        ),
+        quantities=event.counts.by_class(),
+        delivered=event.delivered,
+    )
+
+
+def _sort_repeated(
+    repeated: Sequence[_Draft], earlier: Mapping[RequestId, _Earlier]
+) -> tuple[list[_Draft], list[UsageEvent], list[UsageEvent]]:
+    """Of events whose requests had ended before: corrections, duplicates, conflicts."""
+    corrections: list[_Draft] = []
+    duplicates: list[UsageEvent] = []
+    conflicts: list[UsageEvent] = []
+    corrected: set[RequestId] = set()
+    for draft in repeated:
+        known = earlier.get(draft.event.request_id)
+        # Without one, its first is in this very batch: the database kept that alone.
+        if known is None or draft.event.request_id in corrected:
+            first = next(one for one in repeated if one.event.request_id == draft.event.request_id)
+            (duplicates if first.digest == draft.digest else conflicts).append(draft.event)
+        elif draft.digest in known.digests:
+            duplicates.append(draft.event)
+        elif known.is_swept:
+            corrections.append(_correction(draft, known))
+            corrected.add(draft.event.request_id)
+        else:
+            conflicts.append(draft.event)
+    return corrections, duplicates, conflicts
+
+
+def _correction(late: _Draft, known: _Earlier) -> _Draft:
+    return replace(
+        late,
+        original_id=known.original_id,
+        quantities=differences(late.quantities, known.quantities),
+        delivered=late.delivered - known.delivered,
     )
 
 
@@ -254,27 +270,26 @@ def abandoned_requests(
 
 
 def _end_reservations(
-    connection: Connection, posted: Sequence[tuple[UsageEvent, Sequence[LedgerLine]]], now: Microseconds
+    connection: Connection,
+    drafts: Sequence[_Draft],
+    lines: Mapping[EventId, Sequence[LedgerLine]],
+    now: Microseconds,
 ) -> None:
-    """Of events that the database took: so each ends once."""
-    if not posted:
+    """Of what was just written: so each ends once. A correction ends none, but costs all the same."""
+    if not drafts:
         return
     charges = [
         Charge(
-            request_id=event.request_id,
-            scope=budgets.scope_of(event.admission),
-            accounted_at=event.admission.admitted_at,
-            amount_pusd=sum(line.amount_pusd for line in lines),
+            request_id=draft.event.request_id,
+            scope=budgets.scope_of(draft.event.admission),
+            accounted_at=draft.accounted_at,
+            amount_pusd=sum(line.amount_pusd for line in lines.get(draft.event_id, ())),
         )
-        for event, lines in posted
+        for draft in drafts
     ]
     budgets.settle(connection, charges, now)
-    limits.settle(connection, {event.request_id: event.counts for event, _ in posted}, now)
-
-
-def _class_without_cache(token_class: TokenClass) -> TokenClass:
-    """What a token would have been without a cache: every prompt token would be plain input."""
-    return token_class if token_class in {TokenClass.OUTPUT, TokenClass.PIN} else TokenClass.INPUT
+    ended = {draft.event.request_id: draft.event.counts for draft in drafts if draft.original_id is None}
+    limits.settle(connection, ended, now)
 
 
 def _insert_or_keep(connection: Connection, table: Table) -> Any:
@@ -288,12 +303,50 @@ def _insert_or_keep(connection: Connection, table: Table) -> Any:
     return statement.on_conflict_do_nothing(index_elements=["id"])
 
 
-def _insert_events(
-    connection: Connection, by_event_id: Mapping[EventId, UsageEvent], now: Microseconds
-) -> set[EventId]:
-    rows = [_event_row(event_id, event, now) for event_id, event in by_event_id.items()]
+def _unadmitted(connection: Connection, events: Sequence[UsageEvent]) -> list[Admission]:
+    ids = [event.request_id for event in events]
+    known = set(
+        connection.execute(select(schema.requests.c.id).where(schema.requests.c.id.in_(ids))).scalars()
+    )
+    return [event.admission for event in events if event.request_id not in known]
+
+
+def _insert_terminal(connection: Connection, drafts: Sequence[_Draft], now: Microseconds) -> set[EventId]:
+    """Writes the events of requests that have none; returns their ids."""
     statement = _insert_or_keep(connection, schema.usage_events).returning(schema.usage_events.c.id)
+    rows = [_event_row(draft, now) for draft in drafts]
     return {EventId(event_id) for event_id in connection.execute(statement, rows).scalars()}
+
+
+def _write_lines(connection: Connection, drafts: Sequence[_Draft]) -> Mapping[EventId, Sequence[LedgerLine]]:
+    """Writes lines, and the roll-ups that they and their events are added to; returns the lines."""
+    rated = [draft for draft in drafts if any(quantity for _, quantity in draft.quantities)]
+    book = BookHistory.load(connection, {draft.event.admission.model for draft in rated}) if rated else None
+    lines: dict[EventId, Sequence[LedgerLine]] = {}
+    for draft in rated:
+        assert book is not None, "something is rated"
+        admission = draft.event.admission
+        lines[draft.event_id] = rate_quantities(
+            draft.quantities, book.price(admission.model, admission.admitted_at)
+        )
+    rows = [_line_row(event_id, line) for event_id, of_event in lines.items() for line in of_event]
+    if rows:
+        connection.execute(insert(schema.ledger_lines), rows)
+    rollups.add(connection, [_posted(draft, lines.get(draft.event_id, ())) for draft in drafts])
+    return lines
+
+
+def _posted(draft: _Draft, lines: Sequence[LedgerLine]) -> rollups.PostedEvent:
+    is_terminal = draft.original_id is None
+    return rollups.PostedEvent(
+        admission=draft.event.admission,
+        accounted_at=draft.accounted_at,
+        requests=int(is_terminal),
+        aborted=int(is_terminal and draft.event.kind is UsageKind.ABORTED),
+        usage_missing=int(is_terminal and draft.event.is_usage_missing),
+        delivered=draft.delivered,
+        lines=lines,
+    )
 
 
 def _settle_requests(connection: Connection, ids: Sequence[RequestId], now: Microseconds) -> None:
@@ -305,16 +358,30 @@ def _settle_requests(connection: Connection, ids: Sequence[RequestId], now: Micr
     )
 
 
-def _known_digests(connection: Connection, ids: Sequence[RequestId]) -> dict[RequestId, bytes]:
+def _earlier(connection: Connection, ids: Sequence[RequestId]) -> dict[RequestId, _Earlier]:
     if not ids:
         return {}
     events = schema.usage_events.c
-    rows = connection.execute(
-        select(events.request_id, events.payload_digest).where(
-            events.request_id.in_(ids), text(schema.TERMINAL)
-        )
+    by_request: defaultdict[RequestId, list[Row[Any]]] = defaultdict(list)
+    for row in connection.execute(select(schema.usage_events).where(events.request_id.in_(ids))):
+        by_request[RequestId(row.request_id)].append(row)
+    return {request_id: _summed(rows) for request_id, rows in by_request.items()}
+
+
+def _summed(rows: Sequence[Row[Any]]) -> _Earlier:
+    original = next(row for row in rows if row.original_id is None)
+    # A credit changes what a request costs, not what it used.
+    used = [row for row in rows if row.kind != CREDIT]
+    return _Earlier(
+        original_id=EventId(original.id),
+        is_swept=original.kind == UsageKind.ABORTED and original.finish_reason == ABANDONED,
+        digests=frozenset(row.payload_digest for row in rows),
+        quantities=[
+            (token_class, sum(getattr(row, column) for row in used))
+            for token_class, column in zip(TokenClass, schema.COUNT_COLUMNS, strict=True)
+        ],
+        delivered=sum(row.delivered_tokens for row in used),
     )
-    return {RequestId(row.request_id): row.payload_digest for row in rows}
 
 
 def _request_row(admission: Admission, *, owner: Owner, lease: timedelta) -> dict[str, object]:
@@ -333,16 +400,17 @@ def _request_row(admission: Admission, *, owner: Owner, lease: timedelta) -> dic
     }
 
 
-def _event_row(event_id: EventId, event: UsageEvent, now: Microseconds) -> dict[str, object]:
+def _event_row(draft: _Draft, now: Microseconds) -> dict[str, object]:
+    event = draft.event
     return {
-        "id": event_id,
+        "id": draft.event_id,
         "tenant_id": event.admission.tenant_id,
         "request_id": event.request_id,
-        "kind": event.kind.value,
-        "original_id": None,
+        "kind": draft.kind,
+        "original_id": draft.original_id,
         "model": event.admission.model,
-        **dict(zip(schema.COUNT_COLUMNS, (count for _, count in event.counts.by_class()), strict=True)),
-        "delivered_tokens": event.delivered,
+        **dict(zip(schema.COUNT_COLUMNS, (count for _, count in draft.quantities), strict=True)),
+        "delivered_tokens": draft.delivered,
         "usage_state": "usage_missing" if event.is_usage_missing else "reported",
         "finish_reason": event.finish_reason,
         "first_token_ns": event.first_token_ns,
@@ -350,9 +418,9 @@ def _event_row(event_id: EventId, event: UsageEvent, now: Microseconds) -> dict[
         "miss_reason": event.miss_reason,
         "deepest_block": event.deepest_block,
         "admitted_at_us": event.admission.admitted_at,
-        "accounted_at_us": event.admission.admitted_at,
+        "accounted_at_us": draft.accounted_at,
         "finished_at_us": event.finished_at,
-        "payload_digest": payload_digest(event),
+        "payload_digest": draft.digest,
         "posted_at_us": now,
     }
 

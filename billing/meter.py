@@ -97,6 +97,7 @@ class MeterStats:
     refused: int
     settled: int
     posted: int
+    adjusted: int
     duplicates: int
     conflicts: int
     rejected: int
@@ -504,6 +505,7 @@ class Meter:
     def _tell_of(self, posting: Posting) -> None:
         with self._changed:
             self._counts["posted"] += len(posting.posted)
+            self._counts["adjusted"] += len(posting.adjusted)
             self._counts["duplicates"] += len(posting.duplicates)
             self._counts["conflicts"] += len(posting.conflicts)
         for event in posting.conflicts:

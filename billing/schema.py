@@ -10,7 +10,7 @@ are picodollars; `_tokens` are counts. All are signed 64-bit integers.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
@@ -272,9 +272,12 @@ usage_events = Table(
         sqlite_where=text(OUT_OF_PERIOD),
         postgresql_where=text(OUT_OF_PERIOD),
     ),
+    # The same late event corrects once, however often it is replayed.
     Index(
-        "ix_usage_events_original",
+        "uq_usage_events_correction",
         "original_id",
+        "payload_digest",
+        unique=True,
         sqlite_where=text("original_id IS NOT NULL"),
         postgresql_where=text("original_id IS NOT NULL"),
     ),
@@ -478,4 +481,49 @@ limit_holds = Table(
         sqlite_where=text("state = 'held'"),
         postgresql_where=text("state = 'held'"),
     ),
+)
+
+
+def _rollup_key() -> list[Any]:
+    """Columns and constraints of a roll-up: whose usage of what, and in which 15 minutes."""
+    return [
+        Column("tenant_id", Uuid(), primary_key=True),
+        Column("bucket_start_us", BigInteger(), primary_key=True, autoincrement=False),
+        Column("api_key_id", Uuid(), primary_key=True),
+        Column("model", String(256), primary_key=True),
+        CheckConstraint(f"bucket_start_us % {BUCKET_MICROSECONDS} = 0", name="bucket_is_whole"),
+        ForeignKeyConstraint(["tenant_id", "api_key_id"], ["api_keys.tenant_id", "api_keys.id"]),
+    ]
+
+
+def _fits(column: str) -> CheckConstraint:
+    """SQLite would go on in floating point."""
+    return CheckConstraint(f"abs({column}) <= {2**63 - 1}", name=f"{column}_fits")
+
+
+request_rollups = Table(
+    "request_rollups",
+    metadata,
+    *_rollup_key(),
+    Column("requests", BigInteger(), nullable=False),
+    Column("aborted", BigInteger(), nullable=False),
+    Column("usage_missing", BigInteger(), nullable=False),
+    Column("delivered_tokens", BigInteger(), nullable=False),
+    CheckConstraint("requests >= 0", name="requests_non_negative"),
+    sqlite_with_rowid=False,
+)
+
+class_rollups = Table(
+    "class_rollups",
+    metadata,
+    *_rollup_key(),
+    Column("token_class", String(32), primary_key=True),
+    Column("quantity_tokens", BigInteger(), nullable=False),
+    Column("list_amount_pusd", BigInteger(), nullable=False),
+    Column("amount_pusd", BigInteger(), nullable=False),
+    Column("amount_without_cache_pusd", BigInteger(), nullable=False),
+    _fits("list_amount_pusd"),
+    _fits("amount_pusd"),
+    _fits("amount_without_cache_pusd"),
+    sqlite_with_rowid=False,
 )

@@ -1,12 +1,15 @@
 """What must hold of the ledger after anything whatever, and looks into its tables."""
 
+from collections import Counter, defaultdict
+
 from sqlalchemy import func, select
 
 from billing import schema
 from billing.db import Database
-from billing.ledger import LedgerLine, rate
+from billing.instants import BUCKET_MICROSECONDS
 from billing.prices import BookHistory
-from billing.usage import TokenCounts
+from billing.rating import LedgerLine, rate_quantities
+from billing.usage import TokenClass, TokenCounts
 
 
 def rows(db: Database, table):
@@ -32,7 +35,10 @@ def events_by_request(db: Database) -> dict:
 
 
 def check_ledger(db: Database) -> None:
-    """Every event has exactly the lines that rating it again gives, and a settled request."""
+    """Every event has exactly the lines that rating it again gives, and a settled request.
+
+    The roll-ups are the sums of both.
+    """
     events = rows(db, schema.usage_events)
     posted = {row.id: set() for row in events}
     for line in rows(db, schema.ledger_lines):
@@ -42,9 +48,45 @@ def check_ledger(db: Database) -> None:
         book = BookHistory.load(connection, {row.model for row in events})
     requests = states(db)
     for row in events:
-        lines = rate(counts_of(row), book.price(row.model, row.admitted_at_us))
+        lines = rate_quantities(quantities_of(row), book.price(row.model, row.admitted_at_us))
         assert posted[row.id] == {line_columns(line) for line in lines}
         assert requests[row.request_id] == "settled"
+    check_rollups(db)
+
+
+def check_rollups(db: Database) -> None:
+    keys = {row.id: row.api_key_id for row in rows(db, schema.requests)}
+    request_sums, class_sums = defaultdict(Counter), defaultdict(Counter)
+    of_event = {}
+    for row in rows(db, schema.usage_events):
+        bucket = row.accounted_at_us - row.accounted_at_us % BUCKET_MICROSECONDS
+        key = of_event[row.id] = (row.tenant_id, bucket, keys[row.request_id], row.model)
+        is_terminal = row.original_id is None
+        request_sums[key] += Counter()
+        request_sums[key].update(
+            requests=is_terminal,
+            aborted=row.kind == "aborted",
+            usage_missing=is_terminal and row.usage_state == "usage_missing",
+            delivered_tokens=row.delivered_tokens,
+        )
+    for line in rows(db, schema.ledger_lines):
+        class_sums[*of_event[line.event_id], line.token_class].update(
+            quantity_tokens=line.quantity_tokens,
+            list_amount_pusd=line.quantity_tokens * line.list_unit_pusd,
+            amount_pusd=line.amount_pusd,
+            amount_without_cache_pusd=line.amount_without_cache_pusd,
+        )
+    assert request_sums == {tuple(row)[:4]: sums_of(row, 4) for row in rows(db, schema.request_rollups)}
+    assert class_sums == {tuple(row)[:5]: sums_of(row, 5) for row in rows(db, schema.class_rollups)}
+
+
+def sums_of(row, num_key_columns: int) -> Counter:
+    return Counter(dict(list(row._mapping.items())[num_key_columns:]))
+
+
+def quantities_of(row) -> list:
+    columns = schema.COUNT_COLUMNS
+    return [(one, getattr(row, column)) for one, column in zip(TokenClass, columns, strict=True)]
 
 
 def line_columns(line: LedgerLine) -> tuple:

@@ -73,7 +73,8 @@ def correct(db, event, *, kind: str, accounted_at: Microseconds, quantity: int) 
             .first()
         )
         changed = {
-            "id": new_id(),
+            "id": (correction_id := new_id()),
+            "payload_digest": correction_id.bytes * 2,
             "kind": kind,
             "original_id": original.id,
             "accounted_at_us": accounted_at,

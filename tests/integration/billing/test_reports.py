@@ -6,16 +6,16 @@ import pytest
 from billing.calendar import hours
 from billing.errors import InvalidPeriod
 from billing.instants import BUCKET_MICROSECONDS
-from billing.ledger import rate
 from billing.meter import Meter
 from billing.money import format_dollars
 from billing.price_sheet import parse_price_sheet
 from billing.prices import price_in_force, publish
+from billing.rating import rate
 from billing.reports import usage_report
 from billing.totals import ClassTotals, UsageTotals
 from billing.usage import MAX_TOKENS, TokenClass, UsageKind
 from tests.integration.billing.conftest import new_account
-from tests.integration.billing.ledger_checks import check_ledger
+from tests.integration.billing.ledger_checks import check_ledger, check_rollups
 from tests.unit.billing.builders import T0, final
 
 DAY = 24 * 4 * BUCKET_MICROSECONDS
@@ -140,13 +140,26 @@ def test_sums_beyond_64_bits_are_exact(db, account, new_meter):
         " write_auto: 9000000, write_5m: 9000000, write_1h: 9000000}"
     )
     publish(db, dear, clock=lambda: T0)
+    # One a quarter of an hour: 64 bits are enough for a line and for a roll-up.
+    instants = [T0 + number * BUCKET_MICROSECONDS for number in range(3)]
     events = [
-        final(account.admission(model="dear"), uncached=MAX_TOKENS, output=MAX_TOKENS) for _ in range(3)
+        final(account.admission(model="dear", admitted_at=at), uncached=MAX_TOKENS, output=MAX_TOKENS)
+        for at in instants
     ]
     settle_all(new_meter(), events)
     totals = report(db, account).totals
     assert totals.amount_pusd == 6 * 9_000_000 * MAX_TOKENS > 2**63
     assert totals.amount_without_cache_pusd == totals.amount_pusd
+
+
+def test_what_a_roll_up_cannot_hold_is_rejected_whole_and_kept_aside(db, account, new_meter):
+    dear = "book: dear\ncurrency: USD\nmodels:\n  dear: {input: 9000000, output: 9000000, read: 9000000,"
+    dear += " write_auto: 9000000, write_5m: 9000000, write_1h: 9000000}"
+    publish(db, parse_price_sheet(dear), clock=lambda: T0)
+    meter = new_meter()
+    settle_all(meter, [final(account.admission(model="dear"), uncached=MAX_TOKENS) for _ in range(2)])
+    assert (meter.stats().posted, meter.stats().rejected) == (1, 1)
+    check_rollups(db)
 
 
 def test_a_read_without_the_cache_costs_the_input_price_in_force_for_its_event(db, account, new_meter):

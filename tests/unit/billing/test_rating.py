@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from billing.errors import AmountTooLarge, UnpricedModel
-from billing.ledger import payload_digest, rate
+from billing.ledger import payload_digest
 from billing.money import MAX_STORED, format_dollars
+from billing.rating import rate
 from billing.usage import MAX_TOKENS, TokenClass, TokenCounts
 from tests.unit.billing.builders import admission, final, model_price
 
