@@ -7,12 +7,12 @@ the transaction that posts the event, so that counts and events cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import schema
@@ -120,9 +120,7 @@ def outcomes(
         return list(_groups(connection.execute(chosen).mappings(), spans, by))
 
 
-def _groups(
-    rows: Iterable[Mapping[str, Any]], spans: Sequence[Span], by: Sequence[Facet]
-) -> Iterator[OutcomeGroup]:
+def _groups(rows: Iterable[RowMapping], spans: Sequence[Span], by: Sequence[Facet]) -> Iterator[OutcomeGroup]:
     for row in rows:
         yield OutcomeGroup(
             span=spans[row["place"]],

@@ -45,7 +45,6 @@ from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
 from gateway.settings import Settings
 from gateway.web.routes import Dashboard
-from gateway.web.sessions import SessionStore
 from gateway.workers import PhaseTimeouts
 
 PROMPT_THREADS: Final = 2
@@ -197,16 +196,13 @@ def _reporting(gateway: Gateway) -> Reporting:
 def _dashboard(gateway: Gateway, clock: Clock) -> Dashboard:
     return Dashboard(
         database=gateway.database,
+        secret=gateway.secret,
         hasher=key_hasher(gateway.secret),
         meter=gateway.meter,
-        form_key=gateway.secret.subkey("dashboard-form"),
-        form_timeout_seconds=gateway.settings.body_timeout_seconds,
+        roster=gateway.roster,
         executor=gateway.database_threads,
-        model_name=lambda: next(
-            (worker.card.model for worker in gateway.roster.workers if worker.card), None
-        ),
         clock=clock,
-        sessions=SessionStore(clock),
+        form_timeout_seconds=gateway.settings.body_timeout_seconds,
     )
 
 

@@ -10,6 +10,7 @@ import functools
 import gzip
 import hashlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -24,6 +25,7 @@ PREFIX: Final = "/dashboard/static"
 PLOTLY: Final = "plotly.min.js"
 _OWN: Final = ("dashboard.css", "dashboard.js", "icon.svg")
 _MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_STYLE_ID: Final = re.compile(r'document\.getElementById\("([0-9a-f]{64})"\)')
 _VERSION_DIGITS: Final = 16
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 _ASK_AGAIN: Final = "no-cache"
@@ -57,6 +59,16 @@ def load_assets() -> Mapping[str, Asset]:
     own = resources.files("gateway.web") / "static"
     files: dict[str, Traversable] = {name: own / name for name in _OWN} | {PLOTLY: _plotly_script()}
     return {name: _load(name, file) for name, file in files.items()}
+
+
+@functools.cache
+def styles_to_withhold() -> tuple[str, ...]:
+    """Ids of the style elements that Plotly's script would make, unless elements with those ids are there.
+
+    None of them is for what we draw, and no page lets a script add a style.
+    """
+    found = _STYLE_ID.findall(load_assets()[PLOTLY].content.decode())
+    return ("plotly.js-style-global", *dict.fromkeys(found))
 
 
 def serve(asset: Asset, request: Request) -> Response:

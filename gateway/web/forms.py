@@ -30,14 +30,16 @@ class BadForm(Exception):
     """Not a form of ours: wrong type, too large, too slow or unreadable. The message says which."""
 
 
-async def read_form(request: Request, *, timeout_seconds: float) -> Mapping[str, str]:
+async def read_form(
+    request: Request, *, timeout_seconds: float, max_bytes: int = MAX_FORM_BYTES
+) -> Mapping[str, str]:
     """The fields of a urlencoded body; of a repeated one the last. Raises `BadForm`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != FORM_TYPE:
         raise BadForm(f"a form is sent as {FORM_TYPE}")
     try:
         async with asyncio.timeout(timeout_seconds):
-            body = await _read(request)
+            body = await _read(request, max_bytes)
         return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except TimeoutError:
         raise BadForm("the form did not arrive in time") from None
@@ -47,12 +49,12 @@ async def read_form(request: Request, *, timeout_seconds: float) -> Mapping[str,
         raise BadForm("the form cannot be read") from None
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_FORM_BYTES:
-            raise BadForm(f"the form is larger than {MAX_FORM_BYTES} bytes")
+        if len(body) > max_bytes:
+            raise BadForm(f"the form is larger than {max_bytes} bytes")
     return bytes(body)
 
 

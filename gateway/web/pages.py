@@ -12,7 +12,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from gateway.web.assets import Asset
+from gateway.web.assets import Asset, styles_to_withhold
 
 _CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
@@ -25,8 +25,14 @@ _CONTENT_SECURITY_POLICY: Final = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-# Plotly makes a style element, and sets style attributes when a bar is pointed at. Neither runs anything.
-_CHART_STYLES: Final = " 'unsafe-inline'"
+# Plotly sets style attributes when a bar is pointed at. No style element is allowed, nor any script.
+_CHART_STYLES: Final = "; style-src-attr 'unsafe-inline'"
+
+NAVIGATION: Final = (
+    ("today", "Today", "/dashboard", False),
+    ("statements", "Statements", "/dashboard/statements", False),
+)
+"""Name, label, address, and whether it is for admins alone."""
 
 PAGE_HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": _CONTENT_SECURITY_POLICY.format(styles="", images=""),
@@ -53,7 +59,10 @@ def render(
 ) -> HTMLResponse:
     """A page. Raises Jinja's `UndefinedError` when a value that the template needs is missing."""
     addresses = {name: asset.address for name, asset in assets.items()}
-    text = render_text(template, **values, asset=addresses, has_chart=has_chart)
+    withheld = styles_to_withhold() if has_chart else ()
+    text = render_text(
+        template, **values, asset=addresses, has_chart=has_chart, withheld=withheld, navigation=NAVIGATION
+    )
     headers = page_headers(styles=_CHART_STYLES) if has_chart else PAGE_HEADERS
     return HTMLResponse(text, status_code=status, headers=dict(headers))
 

@@ -1,32 +1,44 @@
 """Who is signed in to the dashboard, and until when.
 
-Knows opaque tokens and digests of keys. Does not know cookies, pages or how a
+Knows opaque tokens, digests of keys and lifetimes. Does not know cookies, pages or how a
 key is checked: whoever finds a session asks again whether its key still works.
 
 States of a session: `open → ended`. It ends when it is closed, when nobody used
-it for `IDLE_LIFETIME`, or `LIFETIME` after it was opened, whichever comes first. All of
-them live in this process's memory and end with it.
+it for `IDLE_LIFETIME`, or `LIFETIME` after it was opened, whichever comes first. They
+are rows of the database, so that any gateway knows them and each of them can be ended; what
+the browser holds is in no row.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, NewType
 
 from billing import instants
 from billing.accounts import KeyDigest
+from billing.db import Database
 from billing.instants import Clock, Microseconds
+from billing.sign_ins import (
+    SignIn,
+    TokenDigest,
+    find_sign_in,
+    forget_sign_in,
+    mark_used,
+    record_sign_in,
+)
 
 SessionToken = NewType("SessionToken", str)
-"""256 random bits that only the browser holds: here is their SHA-256."""
+"""256 random bits that only the browser holds: the row has their SHA-256."""
 
 LIFETIME: Final = timedelta(hours=12)
 IDLE_LIFETIME: Final = timedelta(hours=1)
-MAX_SESSIONS: Final = 10_000
+USE_IS_WRITTEN_EVERY: Final = timedelta(minutes=1)
+"""Looking at a page is no reason to write, unless the row would soon be wrong by more than this."""
+
 _TOKEN_BYTES: Final = 32
 
 
@@ -36,64 +48,60 @@ class Session:
 
     key_digest: KeyDigest
     form_token: str
-    opened_at: Microseconds
-    last_used_at: Microseconds
 
 
 class SessionStore:
-    """Belongs to one event loop. Of too many sessions the one unused for longest ends."""
+    """Every method blocks, and raises `DatabaseUnavailable`."""
 
-    def __init__(self, clock: Clock, *, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, database: Database, form_key: bytes, clock: Clock) -> None:
+        self._database = database
+        self._form_key = form_key
         self._clock = clock
-        self._max_sessions = max_sessions
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # the least recently used first
 
     def open(self, key_digest: KeyDigest) -> SessionToken:
         now = self._clock()
         token = SessionToken(secrets.token_urlsafe(_TOKEN_BYTES))
-        self._put(
-            _name(token),
-            Session(
-                key_digest=key_digest,
-                form_token=secrets.token_urlsafe(_TOKEN_BYTES),
-                opened_at=now,
-                last_used_at=now,
-            ),
+        record_sign_in(
+            self._database,
+            SignIn(token_digest=_digest(token), key_digest=key_digest, opened_at=now, last_used_at=now),
+            opened_after=instants.later(now, -LIFETIME),
+            used_after=instants.later(now, -IDLE_LIFETIME),
         )
-        while len(self._sessions) > self._max_sessions:
-            self._sessions.popitem(last=False)
         return token
 
     def use(self, token: SessionToken) -> Session | None:
         """The open session of a token, kept from going idle; None for any other text."""
-        name = _name(token)
-        session = self._sessions.get(name)
-        if session is None:
+        found = find_sign_in(self._database, _digest(token)) if token else None
+        if found is None:
             return None
         now = self._clock()
-        if now >= min(
-            instants.later(session.opened_at, LIFETIME), instants.later(session.last_used_at, IDLE_LIFETIME)
-        ):
-            del self._sessions[name]
+        if _is_over(found, now):
+            forget_sign_in(self._database, found.token_digest)
             return None
-        used = Session(
-            key_digest=session.key_digest,
-            form_token=session.form_token,
-            opened_at=session.opened_at,
-            last_used_at=now,
-        )
-        self._put(name, used)
-        return used
+        if now >= instants.later(found.last_used_at, USE_IS_WRITTEN_EVERY):
+            mark_used(self._database, found.token_digest, now=now)
+        return Session(key_digest=found.key_digest, form_token=self._form_token(token))
 
     def close(self, token: SessionToken) -> None:
         """Idempotent."""
-        self._sessions.pop(_name(token), None)
+        if token:
+            forget_sign_in(self._database, _digest(token))
 
-    def _put(self, name: bytes, session: Session) -> None:
-        self._sessions[name] = session
-        self._sessions.move_to_end(name)
+    def _form_token(self, token: SessionToken) -> str:
+        """HMAC-SHA256: whoever sees it in a page learns nothing of the token."""
+        return hmac.digest(self._form_key, b"session\0" + _bytes(token), hashlib.sha256).hex()
 
 
-def _name(token: SessionToken) -> bytes:
-    """Finding by digest takes no longer for a nearly right token, and leaks none from memory."""
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+def _is_over(sign_in: SignIn, now: Microseconds) -> bool:
+    return now >= min(
+        instants.later(sign_in.opened_at, LIFETIME), instants.later(sign_in.last_used_at, IDLE_LIFETIME)
+    )
+
+
+def _digest(token: SessionToken) -> TokenDigest:
+    """Finding by digest takes no longer for a nearly right token, and leaks none from the database."""
+    return TokenDigest(hashlib.sha256(_bytes(token)).digest())
+
+
+def _bytes(token: SessionToken) -> bytes:
+    return token.encode("utf-8", "surrogatepass")

@@ -1,5 +1,5 @@
-// Draws the page's figure in the colours of its style sheet, and copies what a button is asked to copy.
-// Knows no numbers: the figure comes with the page, as JSON.
+// Draws the page's figures in the colours of its style sheet, and copies what a button is asked to copy.
+// Knows no numbers: figures come with the page, as JSON.
 "use strict";
 
 (() => {
@@ -23,10 +23,8 @@
     return window.Plotly.react(target, data, layout, { displayModeBar: false, responsive: true });
   }
 
-  const target = document.getElementById("figure");
-  const source = document.getElementById("figure-data");
-  if (target && source && window.Plotly) {
-    const figure = JSON.parse(source.textContent);
+  for (const target of window.Plotly ? document.querySelectorAll("[data-figure]") : []) {
+    const figure = JSON.parse(document.getElementById(target.dataset.figure).textContent);
     const draw = () => drawFigure(target, figure).then(() => target.setAttribute("data-drawn", ""));
     dark.addEventListener("change", draw);
     target.replaceChildren();

@@ -69,8 +69,9 @@ def test_every_page_carries_the_security_headers(client: httpx.Client, acme: Cus
         assert page.headers["cache-control"] == "no-store"
         assert page.headers["x-content-type-options"] == "nosniff"
         assert page.headers["referrer-policy"] == "no-referrer"
+        assert "style-src 'self'" in policy
     unsafe = ["'unsafe-inline'" in page.headers["content-security-policy"] for page in pages]
-    assert unsafe == [False, False, False, False, True, False], "the page with the chart alone"
+    assert unsafe == [False, False, False, False, True, False], "the attributes of the page with a chart"
 
 
 def test_no_page_has_a_script_or_a_style_of_its_own(client: httpx.Client, acme: Customer) -> None:

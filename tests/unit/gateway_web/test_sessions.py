@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from billing.accounts import KeyDigest
+from billing.db import Database, migrate, open_database
 from gateway.web.sessions import IDLE_LIFETIME, LIFETIME, SessionStore, SessionToken
 from tests.browser.site import MovableClock
 
 DIGEST = KeyDigest(b"d" * 32)
 INSTANT = timedelta(microseconds=1)
+FORM_KEY = b"f" * 32
 
 
 @pytest.fixture
@@ -20,8 +24,16 @@ def clock() -> MovableClock:
 
 
 @pytest.fixture
-def store(clock: MovableClock) -> SessionStore:
-    return SessionStore(clock, max_sessions=3)
+def database(tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path / 'sessions.db'}"
+    migrate(url)
+    with open_database(url) as database:
+        yield database
+
+
+@pytest.fixture
+def store(database: Database, clock: MovableClock) -> SessionStore:
+    return SessionStore(database, FORM_KEY, clock)
 
 
 def test_a_session_is_found_by_its_token_and_by_no_other_text(store: SessionStore) -> None:
@@ -39,9 +51,35 @@ def test_tokens_are_long_and_never_the_same(store: SessionStore) -> None:
     assert min(map(len, tokens)) >= 43  # 256 bits in base64
 
 
-def test_a_store_holds_no_token(store: SessionStore) -> None:
+def test_the_database_holds_no_token(store: SessionStore, tmp_path: Path) -> None:
     token = store.open(DIGEST)
-    assert token not in repr(vars(store))
+    files = b"".join(file.read_bytes() for file in tmp_path.glob("sessions.db*"))
+    assert DIGEST in files, "the row is there"
+    assert token.encode() not in files
+
+
+def test_another_gateway_knows_the_session_and_its_form_and_can_end_it(
+    store: SessionStore, database: Database, clock: MovableClock
+) -> None:
+    another = SessionStore(database, FORM_KEY, clock)
+    token = store.open(DIGEST)
+    assert another.use(token) == store.use(token) is not None
+    another.close(token)
+    assert store.use(token) is None
+
+
+def test_form_tokens_are_the_sessions_own_and_need_the_deployments_key(
+    store: SessionStore, database: Database, clock: MovableClock
+) -> None:
+    first, second = (store.use(store.open(DIGEST)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.form_token != second.form_token
+    token = store.open(DIGEST)
+    mine, forged = store.use(token), SessionStore(database, b"g" * 32, clock).use(token)
+    assert mine is not None
+    assert forged is not None
+    assert mine.form_token != forged.form_token
 
 
 def test_an_idle_session_ends_at_the_instant(store: SessionStore, clock: MovableClock) -> None:
@@ -71,11 +109,3 @@ def test_a_closed_session_is_gone_and_closing_is_idempotent(store: SessionStore)
     store.close(token)
     assert store.use(token) is None
     assert store.use(other) is not None
-
-
-def test_of_too_many_sessions_the_one_unused_for_longest_ends(store: SessionStore) -> None:
-    first, second, third = (store.open(DIGEST) for _ in range(3))
-    assert store.use(first) is not None
-    fourth = store.open(DIGEST)
-    assert store.use(second) is None
-    assert all(store.use(token) is not None for token in (first, third, fourth))

@@ -1,0 +1,156 @@
+"""What a page is made of: tiles, panels, tables, cells and filters, as values.
+
+Knows how numbers, money, instants and durations are written down. Does not know HTML, nor where a
+number comes from. A cell has an exact value for machines and a text for people. A panel shows a figure,
+a table or both; one that has neither says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlencode
+from zoneinfo import ZoneInfo
+
+from billing import instants
+from billing.instants import Microseconds
+from billing.money import format_basis_points, format_dollars
+from billing.reports import CURRENCY
+
+Figure = dict[str, Any]
+"""`data` and `layout` as Plotly takes them."""
+
+UNKNOWN: Final = "—"
+_SECONDS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
+_BYTES: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """`value` is exact; `shown`, with its `unit`, is what people read. `href` makes it a link."""
+
+    shown: str
+    value: str
+    unit: str = ""
+    href: str = ""
+    is_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    label: str
+    is_number: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The first cell of a row is its heading. `total` is one more row, set apart."""
+
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    total: Sequence[Cell] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """`key` names it in the page. `says` is what a figure shows, for who cannot see it."""
+
+    key: str
+    title: str
+    hint: str = ""
+    figure: Figure | None = None
+    says: str = ""
+    table: Table | None = None
+    empty: str = ""
+    links: Sequence[tuple[str, str]] = ()
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    key: str
+    label: str
+    hint: str
+    cell: Cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A filter: a list to choose from, or where it has no options, a field to fill in."""
+
+    name: str
+    label: str
+    value: str
+    options: Sequence[tuple[str, str]] = ()
+    suggestions: Sequence[str] = ()
+
+
+def text(shown: str, *, value: str | None = None, href: str = "") -> Cell:
+    return Cell(shown=shown, value=shown if value is None else value, href=href)
+
+
+def code(shown: str, *, value: str | None = None, href: str = "") -> Cell:
+    """Names that are compared letter by letter."""
+    return Cell(shown=shown, value=shown if value is None else value, href=href, is_code=True)
+
+
+def nothing() -> Cell:
+    return Cell(shown=UNKNOWN, value="")
+
+
+def count(number: int) -> Cell:
+    return Cell(shown=_signed(f"{number:,}"), value=str(number))
+
+
+def money(amount_pusd: int) -> Cell:
+    exact = format_dollars(amount_pusd)
+    return Cell(shown=_signed(exact), value=exact, unit=CURRENCY)
+
+
+def percent(part: int, whole: int) -> Cell:
+    """Hundredths of a percent, rounded down; of nothing there is no share."""
+    if not whole:
+        return nothing()
+    exact = format_basis_points(part * 10_000 // whole)
+    return Cell(shown=_signed(exact), value=exact, unit="%")
+
+
+def milliseconds(total_us: int, requests: int) -> Cell:
+    """A mean of microseconds, in milliseconds with one digit."""
+    if not requests:
+        return nothing()
+    tenths = total_us // requests // 100
+    return Cell(shown=f"{tenths // 10:,}.{tenths % 10}", value=f"{tenths // 10}.{tenths % 10}", unit="ms")
+
+
+def duration(seconds: float) -> Cell:
+    """In its largest unit, with two or three digits."""
+    for size, unit in _SECONDS:
+        if seconds >= size:
+            return Cell(shown=f"{seconds / size:.3g}", value=f"{seconds:.3f}", unit=unit)
+    return Cell(shown=f"{seconds * 1_000:.3g}", value=f"{seconds:.3f}", unit="ms")
+
+
+def size(num_bytes: int) -> Cell:
+    for unit_bytes, unit in _BYTES:
+        if num_bytes >= unit_bytes:
+            return Cell(shown=f"{num_bytes / unit_bytes:,.1f}", value=str(num_bytes), unit=unit)
+    return Cell(shown=f"{num_bytes:,}", value=str(num_bytes), unit="B")
+
+
+def moment(instant: Microseconds, zone: ZoneInfo) -> Cell:
+    """In the zone, to the second; the page names the zone."""
+    local = instants.to_datetime(instant).astimezone(zone)
+    return Cell(shown=local.strftime("%Y-%m-%d %H:%M:%S"), value=local.isoformat(timespec="microseconds"))
+
+
+def link(path: str, carried: Mapping[str, str], **more: str | None) -> str:
+    """An address that keeps what is carried from page to page."""
+    query = {**carried, **{name: value for name, value in more.items() if value}}
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _signed(shown: str) -> str:
+    return shown.replace("-", "−")
