@@ -186,6 +186,9 @@ class Reserving:
         _ensure_balances(connection, keys)
         return cls(rules, _locked_balances(connection, keys))
 
+    def has_budget(self, admission: Admission) -> bool:
+        return bool(_ruling(self._rules, scope_of(admission)))
+
     def reserve(self, admission: Admission, price: ModelPrice, estimate: Estimate) -> BudgetExceeded | None:
         """Out of every budget over the request, or out of none: then why not."""
         ruling = _ruling(self._rules, scope_of(admission))
@@ -259,22 +262,22 @@ def settle(connection: Connection, charges: Sequence[Charge], now: Microseconds)
     _move(connection, freed=_freed(held), posted={ids[key]: amount for key, amount in posted.items()})
 
 
-def narrow(connection: Connection, amounts: Mapping[RequestId, tuple[ModelPrice, Estimate]]) -> None:
-    """Lets go of what is reserved beyond the worst case that is left, now that more is known."""
+def narrow(connection: Connection, worst: Mapping[RequestId, int]) -> None:
+    """Lets go of what is reserved beyond the worst case that is left, in picodollars."""
     shrunk = [
-        (row, worst)
-        for row in _held_of(connection, list(amounts))
-        if (worst := worst_case_pusd(*amounts[row.request_id])) < row.amount_pusd
+        (row, worst[row.request_id])
+        for row in _held_of(connection, list(worst))
+        if worst[row.request_id] < row.amount_pusd
     ]
     if not shrunk:
         return
     connection.execute(
         _one_reservation().values(amount_pusd=bindparam("new_amount")),
-        [{**_key_of(row), "new_amount": worst} for row, worst in shrunk],
+        [{**_key_of(row), "new_amount": amount} for row, amount in shrunk],
     )
     freed: Counter[UUID] = Counter()
-    for row, worst in shrunk:
-        freed[row.balance_id] += row.amount_pusd - worst
+    for row, amount in shrunk:
+        freed[row.balance_id] += row.amount_pusd - amount
     _move(connection, freed=freed, posted={})
 
 

@@ -48,6 +48,14 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """An admission. `standing` tells of its rate limits, if any; `holds`, if something is reserved for it."""
+
+    standing: Standing | None = None
+    holds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Posting:
     """What became of a batch of events.
 
@@ -83,11 +91,11 @@ def admit_priced(
     *,
     owner: Owner,
     lease: timedelta,
-) -> list[Standing | BillingError | None]:
+) -> list[Grant | BillingError]:
     """Writes the request rows of what has a price, and room in its limits and budgets, which is reserved.
 
-    Returns, for each admission in order, how its limits stand (None without any), or why it is
-    refused: UnpricedModel, DuplicateRequest, RateLimited or BudgetExceeded.
+    Returns, for each admission in order, its grant, or why it is refused: UnpricedModel,
+    DuplicateRequest, RateLimited or BudgetExceeded.
     """
     asked = [admission for admission, _ in admissions]
     book = BookHistory.load(connection, {admission.model for admission in asked})
@@ -116,7 +124,7 @@ class _Room:
         self._throttling = Throttling.load(connection, admissions)
         self._seen: set[RequestId] = set()
 
-    def take(self, admission: Admission, estimate: Estimate) -> Standing | BillingError | None:
+    def take(self, admission: Admission, estimate: Estimate) -> Grant | BillingError:
         """From every limit and budget over the request, or from none."""
         if admission.request_id in self._seen:
             return DuplicateRequest(f"request {admission.request_id} was admitted before")
@@ -130,7 +138,8 @@ class _Room:
         if refused is not None:
             return refused
         self._seen.add(admission.request_id)
-        return self._throttling.hold(admission, estimate)
+        standing = self._throttling.hold(admission, estimate)
+        return Grant(standing=standing, holds=standing is not None or self._reserving.has_budget(admission))
 
     def write(self, admitted: set[RequestId], lease_until: Mapping[RequestId, int]) -> None:
         self._reserving.write(self._connection, admitted, lease_until)
@@ -242,6 +251,19 @@ def _correction(late: _Draft, known: _Earlier) -> _Draft:
         quantities=differences(late.quantities, known.quantities),
         delivered=late.delivered - known.delivered,
     )
+
+
+def narrow_all(connection: Connection, narrowed: Mapping[RequestId, tuple[Admission, Estimate]]) -> None:
+    """Lets go of what these requests reserved and, as is known now, cannot use."""
+    book = BookHistory.load(connection, {admission.model for admission, _ in narrowed.values()})
+    budgets.narrow(
+        connection,
+        {
+            request_id: budgets.worst_case_pusd(book.price(admission.model, admission.admitted_at), estimate)
+            for request_id, (admission, estimate) in narrowed.items()
+        },
+    )
+    limits.narrow(connection, {request_id: estimate for request_id, (_, estimate) in narrowed.items()})
 
 
 def abandoned_requests(

@@ -124,6 +124,15 @@ class Buckets:
             at=Microseconds(self.at + passed),
         )
 
+    def under(self, limits: Limits) -> Buckets:
+        """By other limits from now on. A rate without a limit keeps nothing."""
+        return replace(
+            self,
+            limits=limits,
+            requests_level=self.requests_level if limits.requests_per_minute else 0,
+            tokens_level=self.tokens_level if limits.tokens_per_minute else 0,
+        )
+
     def filled(self, tokens: int) -> Buckets:
         """With one more request. A rate without a limit keeps nothing."""
         return replace(
@@ -202,7 +211,7 @@ def set_limits(
             owner = {"tenant_id": tenant_id, "api_key_id": api_key_id, "scope_id": scope_id}
             connection.execute(insert(schema.limits).values(id=new_id(), **owner, **values, **empty))
             return
-        buckets = _buckets(row).leaked(now)  # by the former rates until now
+        buckets = _buckets(row).leaked(now).under(limits)  # by the former rates until now
         connection.execute(
             update(schema.limits).where(_limits.id == row.id).values(**values, **_levels(buckets))
         )
@@ -298,22 +307,29 @@ class Throttling:
 
 def settle(connection: Connection, used: Mapping[RequestId, TokenCounts], now: Microseconds) -> None:
     """Ends what these requests hold, and takes out what they did not use. In the posting transaction."""
-    held = connection.execute(
-        select(schema.limit_holds, _limits.cached_weight_basis_points)
-        .join(schema.limits, _limits.id == _holds.limit_id)
-        .where(_holds.request_id.in_(list(used)), _holds.state == "held")
-        .order_by(_holds.request_id)
-        .with_for_update(of=schema.limit_holds)
-    ).all()
+    held = _held_of(connection, used)
     _end(connection, held, "settled", now)
     unused: Counter[UUID] = Counter()
     for row in held:
         counts = used[row.request_id]
-        weighed = Limits(cached_weight_basis_points=row.cached_weight_basis_points).weigh(
-            cached=counts.cached, others=counts.prompt - counts.cached + counts.output
-        )
+        weighed = _weigh(row, cached=counts.cached, others=counts.prompt - counts.cached + counts.output)
         unused[row.limit_id] += max(0, row.tokens - weighed)
-    _let_go(connection, held, unused)
+    _let_go(connection, Counter(row.limit_id for row in held), unused)
+
+
+def narrow(connection: Connection, estimates: Mapping[RequestId, Estimate]) -> None:
+    """Takes out what these requests, as is known now, cannot use."""
+    unused: Counter[UUID] = Counter()
+    shrunk = []
+    for row in _held_of(connection, estimates):
+        estimate = estimates[row.request_id]
+        tokens = _weigh(row, cached=estimate.read, others=estimate.prompt - estimate.read + estimate.output)
+        if tokens < row.tokens:
+            shrunk.append({"of_request": row.request_id, "new_tokens": tokens})
+            unused[row.limit_id] += row.tokens - tokens
+    if shrunk:
+        connection.execute(_one_hold().values(tokens=bindparam("new_tokens")), shrunk)
+        _let_go(connection, Counter(), unused)
 
 
 def expire(connection: Connection, now: Microseconds) -> int:
@@ -324,30 +340,46 @@ def expire(connection: Connection, now: Microseconds) -> int:
         .with_for_update(skip_locked=True)
     ).all()
     _end(connection, late, "expired", now)
-    _let_go(connection, late, Counter())
+    _let_go(connection, Counter(row.limit_id for row in late), Counter())
     return len(late)
 
 
 def _end(connection: Connection, rows: Sequence[Row[Any]], state: str, now: Microseconds) -> None:
     if rows:
         connection.execute(
-            update(schema.limit_holds)
-            .where(_holds.request_id == bindparam("of_request"))
-            .values(state=state, ended_at_us=now),
+            _one_hold().values(state=state, ended_at_us=now),
             [{"of_request": row.request_id} for row in rows],
         )
 
 
-def _let_go(connection: Connection, rows: Sequence[Row[Any]], unused: Mapping[UUID, int]) -> None:
+def _held_of(connection: Connection, ids: Iterable[RequestId]) -> Sequence[Row[Any]]:
+    return connection.execute(
+        select(schema.limit_holds, _limits.cached_weight_basis_points)
+        .join(schema.limits, _limits.id == _holds.limit_id)
+        .where(_holds.request_id.in_(list(ids)), _holds.state == "held")
+        .order_by(_holds.request_id)
+        .with_for_update(of=schema.limit_holds)
+    ).all()
+
+
+def _one_hold() -> Any:
+    return update(schema.limit_holds).where(_holds.request_id == bindparam("of_request"))
+
+
+def _weigh(row: Row[Any], *, cached: int, others: int) -> int:
+    weight = Limits(cached_weight_basis_points=row.cached_weight_basis_points)
+    return weight.weigh(cached=cached, others=others)
+
+
+def _let_go(connection: Connection, num_ended: Mapping[UUID, int], unused: Mapping[UUID, int]) -> None:
     """Changes limits in the order in which everybody locks them."""
-    num_ended = Counter(row.limit_id for row in rows)
-    for limit_id, num_requests in sorted(num_ended.items()):
+    for limit_id in sorted(num_ended.keys() | unused.keys()):
         parts = unused.get(limit_id, 0) * PARTS
         connection.execute(
             update(schema.limits)
             .where(_limits.id == limit_id)
             .values(
-                open_requests=_limits.open_requests - num_requests,
+                open_requests=_limits.open_requests - num_ended.get(limit_id, 0),
                 # What leaked out in the meantime cannot be taken out again.
                 tokens_level=case((_limits.tokens_level > parts, _limits.tokens_level - parts), else_=0),
             )

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 
 from billing import budgets, instants, ledger, limits
@@ -47,8 +48,7 @@ from billing.errors import (
 from billing.ids import ProcessId, RequestId, new_id
 from billing.instants import Clock, Microseconds
 from billing.journal import Journal, Record
-from billing.ledger import Owner, Posting
-from billing.limits import Standing
+from billing.ledger import Grant, Owner, Posting
 from billing.usage import ABANDONED, Admission, Estimate, TokenCounts, UsageEvent, UsageKind
 
 _logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class _Waiting:
 
     admission: Admission
     estimate: Estimate
-    outcome: Future[Standing | None]
+    outcome: Future[Grant]
 
 
 _Sweep = tuple[Microseconds, Future[int]]
@@ -172,6 +172,9 @@ class Meter:
         self._next_sweep_ns = time.monotonic_ns()
         self._waiting: deque[_Waiting] = deque()
         self._in_flight: set[RequestId] = set()
+        # Of those in flight, who has something reserved, and who can use less of it than was thought.
+        self._holders: set[RequestId] = set()
+        self._narrowed: dict[RequestId, tuple[Admission, Estimate]] = {}
         self._evidence: dict[RequestId, UsageEvent] = {}
         self._pending: deque[UsageEvent] = deque()
         self._pending_ids: set[RequestId] = set()
@@ -227,7 +230,7 @@ class Meter:
         if former == "failed":
             self._close_journal()
 
-    def admit(self, admission: Admission, estimate: Estimate = NOTHING) -> Future[Standing | None]:
+    def admit(self, admission: Admission, estimate: Estimate = NOTHING) -> Future[Grant]:
         """Done once the request's row is committed, and what it can use is reserved. Never blocks.
 
         The future tells how the limits stand that the request is under, if any. It raises a
@@ -246,6 +249,16 @@ class Meter:
                 self._counts["refused"] += 1
                 waiting.outcome.set_exception(refusal)
         return waiting.outcome
+
+    def narrow(self, admission: Admission, estimate: Estimate) -> None:
+        """An open request can use no more than this, as is known now. Never blocks, and costs nothing where
+        nothing is reserved.
+
+        What it frees is free with the next transaction of this meter, so before its next admission.
+        """
+        with self._changed:
+            if admission.request_id in self._holders:
+                self._narrowed[admission.request_id] = (admission, estimate)
 
     def observe(self, event: UsageEvent) -> None:
         """Keeps the counts known so far as evidence, should this process die before `settle`. One append.
@@ -334,6 +347,8 @@ class Meter:
             _logger.exception("journal: the event of request %s is in memory alone", event.request_id)
         self._counts["settled"] += 1
         self._in_flight.discard(event.request_id)
+        self._holders.discard(event.request_id)
+        self._narrowed.pop(event.request_id, None)
         self._evidence.pop(event.request_id, None)
         self._enqueue(event)
 
@@ -439,9 +454,10 @@ class Meter:
             self._conclude(live, [MeterUnavailable(_DATABASE_AWAY) for _ in live])
             return
         admissions = [(waiting.admission, waiting.estimate) for waiting in live]
-        outcomes: Sequence[Standing | BillingError | None]
+        outcomes: Sequence[Grant | BillingError]
         try:
             with self._db.write() as connection:
+                self._narrow(connection)
                 outcomes = ledger.admit_priced(
                     connection, admissions, owner=self._owner, lease=self._limits.lease
                 )
@@ -458,7 +474,14 @@ class Meter:
             self._database_answered()
         self._conclude(live, outcomes)
 
-    def _conclude(self, live: Sequence[_Waiting], outcomes: Sequence[Standing | BillingError | None]) -> None:
+    def _narrow(self, connection: Connection) -> None:
+        """Should the transaction fail, these stay reserved until they end: too much, but never too little."""
+        with self._changed:
+            narrowed, self._narrowed = self._narrowed, {}
+        if narrowed:
+            ledger.narrow_all(connection, narrowed)
+
+    def _conclude(self, live: Sequence[_Waiting], outcomes: Sequence[Grant | BillingError]) -> None:
         refused = [
             waiting
             for waiting, outcome in zip(live, outcomes, strict=True)
@@ -467,6 +490,13 @@ class Meter:
         with self._changed:
             self._counts["refused"] += len(refused)
             self._counts["admitted"] += len(live) - len(refused)
+            self._holders.update(
+                waiting.admission.request_id
+                for waiting, outcome in zip(live, outcomes, strict=True)
+                if isinstance(outcome, Grant)
+                and outcome.holds
+                and waiting.admission.request_id in self._in_flight
+            )
         self._forget(refused)
         for waiting, outcome in zip(live, outcomes, strict=True):
             if isinstance(outcome, BillingError):

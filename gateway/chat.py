@@ -22,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 from billing import instants
 from billing.accounts import Principal
 from billing.ids import RequestId, new_request_id
+from billing.limits import Standing
 from billing.meter import Meter
-from billing.usage import Admission
+from billing.usage import Admission, Estimate
 from gateway.asgi import Answer, ClientGone, Exchange, read_json_body
 from gateway.auth import Authenticator, bearer_key, scope_of
 from gateway.drain import Drain
@@ -38,6 +39,7 @@ from gateway.edge.errors import (
     UpstreamBroke,
     UpstreamTimeout,
 )
+from gateway.limits import rate_headers
 from gateway.logs import sanitised_client_id
 from gateway.meter import Account
 from gateway.metrics import Metrics
@@ -73,6 +75,7 @@ class Call:
     worker: str | None = None
     cache_mode: CacheMode = "automatic"
     uncached_reason: str | None = None
+    standing: Standing | None = None
 
     @property
     def elapsed_ms(self) -> float:
@@ -82,7 +85,8 @@ class Call:
         return {"x-request-id": str(self.request_id), "openai-processing-ms": str(round(self.elapsed_ms))}
 
     def cache_headers(self, started: Started) -> dict[str, str]:
-        headers = self.answer_headers() | {
+        headers = self.answer_headers() | rate_headers(self.standing)
+        headers |= {
             CACHE_HEADER: cache_status(started, self.cache_mode),
             "x-headstart-cached-tokens": str(started.cached.total),
             "x-headstart-worker": self.worker or "",
@@ -198,6 +202,7 @@ class ChatCompletions:
                 admitted_at=instants.now(),
             ),
             tally,
+            estimate=Estimate(prompt=len(token_ids), output=max_tokens * request.num_choices),
             worker=route.worker.name,
             uncached_reason=route.card.uncached_reason,
             started_ns=call.began_ns,
@@ -212,7 +217,7 @@ class ChatCompletions:
             adapter=route.adapter,
             n=request.num_choices,
         )
-        async with account.admitted():
+        async with account.admitted() as call.standing:
             await self._generate(call, route, generate, account)
 
     async def _parse(self, body: bytes) -> CanonicalRequest:

@@ -11,11 +11,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from billing.errors import MeterRefusal, UnpricedModel
+import msgspec
+
+from billing.errors import BudgetExceeded, MeterRefusal, UnpricedModel
 from billing.instants import Clock, Microseconds
+from billing.limits import RateLimited, Standing
 from billing.meter import Meter
-from billing.usage import Admission, TokenCounts, UsageEvent, UsageKind
-from gateway.edge.errors import ServiceUnavailable
+from billing.usage import Admission, Estimate, TokenCounts, UsageEvent, UsageKind
+from gateway.edge.errors import NO_RETRY, ServiceUnavailable
+from gateway.limits import refusal_of
 from gateway.relay import Tally
 
 OBSERVE_EVERY_TOKENS: Final = 32
@@ -32,6 +36,7 @@ class Account:
         admission: Admission,
         tally: Tally,
         *,
+        estimate: Estimate,
         worker: str,
         uncached_reason: str | None,
         started_ns: int,
@@ -40,6 +45,7 @@ class Account:
         self._meter = meter
         self._admission = admission
         self._tally = tally
+        self._estimate = estimate
         self._worker = worker
         self._uncached_reason = uncached_reason
         self._started_ns = started_ns
@@ -47,14 +53,21 @@ class Account:
         self._observed_total = 0
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Raises `ServiceUnavailable` when the request cannot be metered: unmetered work is not begun."""
+    async def admitted(self) -> AsyncIterator[Standing | None]:
+        """Yields how the request's limits stand, if it has any.
+
+        Raises `ServiceUnavailable` when the request cannot be metered: unmetered work is not begun.
+        Raises `InsufficientQuota` or `RateLimitExceeded` when a budget or limit has no room for it.
+        """
         try:
             # Shielded: the row may be committed although the client left, and then it must be settled too.
-            await asyncio.shield(asyncio.wrap_future(self._meter.admit(self._admission)))
+            admitting = self._meter.admit(self._admission, self._estimate)
+            grant = await asyncio.shield(asyncio.wrap_future(admitting))
+        except (BudgetExceeded, RateLimited) as error:
+            raise refusal_of(error) from error
         except UnpricedModel as error:
             raise ServiceUnavailable(
-                "The model has no price yet.", code="model_not_priced", headers={"x-should-retry": "false"}
+                "The model has no price yet.", code="model_not_priced", headers=NO_RETRY
             ) from error
         except MeterRefusal as error:
             raise ServiceUnavailable(
@@ -64,16 +77,25 @@ class Account:
             self._settle()
             raise
         try:
-            yield
+            yield grant.standing
         finally:
             self._settle()  # no await: a hang-up cancels every await in this block
 
     def observe(self) -> None:
         """Leaves evidence of the counts so far, now and then, in case this process dies."""
+        if self._observed_total == 0:
+            self._narrow()
         total = self._tally.counts.total
         if self._observed_total == 0 or total - self._observed_total >= OBSERVE_EVERY_TOKENS:
             self._meter.observe(self._event(UsageKind.ABORTED))
             self._observed_total = total
+
+    def _narrow(self) -> None:
+        """The worker has told what comes from the cache: no more than the rest needs to stay reserved."""
+        started = self._tally.started
+        if started is not None and started.cached.total > self._estimate.read:
+            self._estimate = msgspec.structs.replace(self._estimate, read=started.cached.total)
+            self._meter.narrow(self._admission, self._estimate)
 
     def _settle(self) -> None:
         is_final = self._tally.finish_reason is not None

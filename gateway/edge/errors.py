@@ -7,7 +7,10 @@ dialect's JSON: each edge module turns an `ApiError` into its own shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final
+
+NO_RETRY: Final[Mapping[str, str]] = {"x-should-retry": "false"}
+"""What both official clients obey."""
 
 
 class ApiError(Exception):
@@ -102,6 +105,25 @@ class UnsupportedMediaType(ApiError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class InsufficientQuota(ApiError):
+    """A budget has no room for the request. Waiting does not help, and official clients are told so."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=NO_RETRY)
+
+
+class RateLimitExceeded(ApiError):
+    """A limit has no room for the request now. `headers` tell when it has."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class InternalError(ApiError):
