@@ -77,6 +77,11 @@ class Budget:
     posted_pusd: int = 0
     reserved_pusd: int = 0
 
+    @property
+    def left_pusd(self) -> int:
+        """For what is not reserved yet. Never less than nothing."""
+        return max(0, self.limit_pusd - self.posted_pusd - self.reserved_pusd)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:

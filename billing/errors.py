@@ -133,3 +133,7 @@ class InvalidLimit(BillingError):
 
 class LimitReached(BillingError):
     """A rate or concurrency limit has no room for the request now."""
+
+
+class InvalidAmount(BillingError):
+    """A text that is no exact amount of dollars."""

@@ -6,7 +6,10 @@ exact; `rounded_cents` is the one place that rounds, and says by how much.
 
 from __future__ import annotations
 
-from typing import NewType
+import re
+from typing import Final, NewType
+
+from billing.errors import InvalidAmount
 
 Picodollars = NewType("Picodollars", int)
 """1e-12 dollars. One picodollar per token is one micro-dollar per million tokens."""
@@ -15,6 +18,7 @@ PICODOLLARS_PER_DOLLAR = 10**12
 PICODOLLARS_PER_CENT = 10**10
 _FRACTION_DIGITS = 12
 _LEAST_FRACTION_DIGITS = 2
+_DOLLARS: Final = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,12}))?")
 
 MAX_STORED = 2**63 - 1
 """What a signed 64-bit column holds; about 9.2 million dollars."""
@@ -25,6 +29,14 @@ def format_dollars(amount: int) -> str:
     dollars, rest = divmod(abs(amount), PICODOLLARS_PER_DOLLAR)
     fraction = f"{rest:0{_FRACTION_DIGITS}d}".rstrip("0").ljust(_LEAST_FRACTION_DIGITS, "0")
     return f"{'-' if amount < 0 else ''}{dollars}.{fraction}"
+
+
+def parse_dollars(text: str) -> int:
+    """An amount of dollars as picodollars, exact: "0.054399" is 54_399_000_000. Raises InvalidAmount."""
+    found = _DOLLARS.fullmatch(text)
+    if found is None:
+        raise InvalidAmount(f"{text!r} is no amount of dollars; amounts look like '25' or '0.50'")
+    return int(found[1]) * PICODOLLARS_PER_DOLLAR + int((found[2] or "").ljust(_FRACTION_DIGITS, "0"))
 
 
 def rounded_cents(amount: int) -> tuple[int, int]:

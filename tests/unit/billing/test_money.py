@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing.money import PICODOLLARS_PER_DOLLAR, format_basis_points, format_dollars
+from billing.errors import InvalidAmount
+from billing.money import PICODOLLARS_PER_DOLLAR, format_basis_points, format_dollars, parse_dollars
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,14 @@ def test_a_million_additions_of_a_small_price_are_exact():
 )
 def test_basis_points_are_written_as_a_percentage(basis_points, text):
     assert format_basis_points(basis_points) == text
+
+
+@given(st.integers(0, 2**63))
+def test_what_was_written_down_is_read_back(amount):
+    assert parse_dollars(format_dollars(amount)) == amount
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e3", "1.", ".5", "1,50", "nan", "0.0000000000001", "１"])
+def test_what_is_no_exact_amount_is_refused(text):
+    with pytest.raises(InvalidAmount):
+        parse_dollars(text)
