@@ -15,7 +15,7 @@ in the order of the admissions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
@@ -23,7 +23,7 @@ from typing import Any, Final
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
-from sqlalchemy import Connection, Row, bindparam, insert, select, text, update
+from sqlalchemy import Connection, Row, Select, bindparam, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import instants, schema
@@ -35,6 +35,7 @@ from billing.instants import Microseconds
 from billing.money import MAX_STORED, format_dollars
 from billing.prices import ModelPrice, discounted
 from billing.reports import Selection, usage_within
+from billing.sql import among
 from billing.totals import READS, WRITES
 from billing.usage import Admission, Estimate, TokenClass
 
@@ -64,6 +65,12 @@ class Scope:
     @property
     def id(self) -> UUID:
         return self.api_key_id or self.project_id or self.tenant_id
+
+    @property
+    def ids(self) -> tuple[UUID, ...]:
+        """All that a budget over a request of this scope can be named by."""
+        ids = (self.tenant_id, self.project_id, self.api_key_id)
+        return tuple(one for one in ids if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,20 +360,14 @@ def _dearest(price: ModelPrice, classes: Iterable[TokenClass]) -> int:
     return discounted(max(units, default=0), price.discount_basis_points)
 
 
-def _ids_of(scope: Scope) -> tuple[UUID, ...]:
-    """All that a budget over the request can be named by."""
-    ids = (scope.tenant_id, scope.project_id, scope.api_key_id)
-    return tuple(one for one in ids if one is not None)
-
-
 def _ruling(rules: Mapping[UUID, Sequence[_Rule]], scope: Scope) -> list[_Rule]:
     if not rules:
         return []
-    return [rule for one in _ids_of(scope) for rule in rules.get(one, ())]
+    return [rule for one in scope.ids for rule in rules.get(one, ())]
 
 
 def _rules(connection: Connection, scopes: Iterable[Scope]) -> dict[UUID, list[_Rule]]:
-    ids = {one for scope in scopes for one in _ids_of(scope)}
+    ids = {one for scope in scopes for one in scope.ids}
     rules: dict[UUID, list[_Rule]] = {}
     for row in connection.execute(_live(ids)):
         rule = _Rule(
@@ -379,6 +380,11 @@ def _rules(connection: Connection, scopes: Iterable[Scope]) -> dict[UUID, list[_
         )
         rules.setdefault(row.scope_id, []).append(rule)
     return rules
+
+
+def among_scopes(scope_ids: Collection[UUID]) -> Select[Any]:
+    """The budgets over any of these, to ask whether there are some."""
+    return select(_budgets.id).where(_budgets.scope_id.in_(scope_ids), _budgets.removed_at_us.is_(None))
 
 
 def _live(scope_ids: Iterable[UUID]) -> Any:
@@ -469,7 +475,7 @@ def _balance_row(budget_id: BudgetId, label: str, limit_pusd: int, *, posted_pus
 def _held_of(connection: Connection, ids: Sequence[RequestId]) -> Sequence[Row[Any]]:
     return connection.execute(
         select(schema.reservations)
-        .where(_reservations.request_id.in_(ids), _reservations.state == "held")
+        .where(among(connection, _reservations.request_id, ids), _reservations.state == "held")
         .order_by(_reservations.request_id, _reservations.balance_id)
         .with_for_update()
     ).all()

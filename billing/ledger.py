@@ -29,8 +29,9 @@ from billing.ids import EventId, JournalId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
 from billing.limits import Standing, Throttling
 from billing.periods import hold_periods
-from billing.prices import BookHistory
+from billing.prices import BookHistory, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
+from billing.sql import among
 from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
 
 ADJUSTMENT: Final = "adjustment"
@@ -89,6 +90,7 @@ def admit_priced(
     connection: Connection,
     admissions: Sequence[tuple[Admission, Estimate]],
     *,
+    book: RecentBook,
     owner: Owner,
     lease: timedelta,
 ) -> list[Grant | BillingError]:
@@ -98,7 +100,6 @@ def admit_priced(
     DuplicateRequest, RateLimited or BudgetExceeded.
     """
     asked = [admission for admission, _ in admissions]
-    book = BookHistory.load(connection, {admission.model for admission in asked})
     room = _Room(connection, asked, book)
     outcomes = [room.take(admission, estimate) for admission, estimate in admissions]
     granted = [
@@ -117,11 +118,19 @@ def admit_priced(
 class _Room:
     """What a batch of admissions may still take, as it is taken in their order."""
 
-    def __init__(self, connection: Connection, admissions: Sequence[Admission], book: BookHistory) -> None:
+    def __init__(self, connection: Connection, admissions: Sequence[Admission], book: RecentBook) -> None:
         self._connection = connection
         self._book = book
-        self._reserving = Reserving.load(connection, admissions)
-        self._throttling = Throttling.load(connection, admissions)
+        scope_ids = {one for admission in admissions for one in budgets.scope_of(admission).ids}
+        # Most have neither, and one look tells.
+        has_budget, has_limit = connection.execute(
+            select(
+                budgets.among_scopes(scope_ids).exists(),
+                limits.among_scopes(scope_ids).exists(),
+            )
+        ).one()
+        self._reserving = Reserving.load(connection, admissions) if has_budget else Reserving({}, {})
+        self._throttling = Throttling.load(connection, admissions) if has_limit else Throttling({})
         self._seen: set[RequestId] = set()
 
     def take(self, admission: Admission, estimate: Estimate) -> Grant | BillingError:
@@ -129,7 +138,7 @@ class _Room:
         if admission.request_id in self._seen:
             return DuplicateRequest(f"request {admission.request_id} was admitted before")
         try:
-            price = self._book.price(admission.model, admission.admitted_at)
+            price = self._book.price(self._connection, admission)
         except UnpricedModel as refusal:
             return refusal
         refused = self._throttling.refusal(admission, estimate) or self._reserving.reserve(
@@ -327,17 +336,22 @@ def _insert_or_keep(connection: Connection, table: Table) -> Any:
 
 def _unadmitted(connection: Connection, events: Sequence[UsageEvent]) -> list[Admission]:
     ids = [event.request_id for event in events]
-    known = set(
-        connection.execute(select(schema.requests.c.id).where(schema.requests.c.id.in_(ids))).scalars()
-    )
+    requests = schema.requests.c
+    known = set(connection.execute(select(requests.id).where(among(connection, requests.id, ids))).scalars())
     return [event.admission for event in events if event.request_id not in known]
 
 
 def _insert_terminal(connection: Connection, drafts: Sequence[_Draft], now: Microseconds) -> set[EventId]:
-    """Writes the events of requests that have none; returns their ids."""
-    statement = _insert_or_keep(connection, schema.usage_events).returning(schema.usage_events.c.id)
+    """Writes the events of requests that have none; returns their ids.
+
+    Not by RETURNING: that makes one statement of all rows, which takes the driver longer to
+    read than the database to run. The ids are new ones of ours: who is there was taken.
+    """
     rows = [_event_row(draft, now) for draft in drafts]
-    return {EventId(event_id) for event_id in connection.execute(statement, rows).scalars()}
+    connection.execute(_insert_or_keep(connection, schema.usage_events), rows)
+    ids = schema.usage_events.c.id
+    taken = select(ids).where(among(connection, ids, [draft.event_id for draft in drafts]))
+    return {EventId(event_id) for event_id in connection.execute(taken).scalars()}
 
 
 def _write_lines(connection: Connection, drafts: Sequence[_Draft]) -> Mapping[EventId, Sequence[LedgerLine]]:
@@ -375,7 +389,7 @@ def _settle_requests(connection: Connection, ids: Sequence[RequestId], now: Micr
     requests = schema.requests
     connection.execute(
         update(requests)
-        .where(requests.c.id.in_(ids), requests.c.state == "admitted")
+        .where(among(connection, requests.c.id, ids), requests.c.state == "admitted")
         .values(state="settled", settled_at_us=now)
     )
 
@@ -385,7 +399,9 @@ def _earlier(connection: Connection, ids: Sequence[RequestId]) -> dict[RequestId
         return {}
     events = schema.usage_events.c
     by_request: defaultdict[RequestId, list[Row[Any]]] = defaultdict(list)
-    for row in connection.execute(select(schema.usage_events).where(events.request_id.in_(ids))):
+    for row in connection.execute(
+        select(schema.usage_events).where(among(connection, events.request_id, ids))
+    ):
         by_request[RequestId(row.request_id)].append(row)
     return {request_id: _summed(rows) for request_id, rows in by_request.items()}
 

@@ -16,18 +16,19 @@ transactions as a reservation of money.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, bindparam, case, insert, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, case, insert, select, update
 
 from billing import schema
 from billing.db import Database
 from billing.errors import InvalidLimit, LimitReached
 from billing.ids import ApiKeyId, RequestId, TenantId, new_id
 from billing.instants import MICROSECONDS_PER_SECOND, Microseconds
+from billing.sql import among
 from billing.usage import Admission, Estimate, TokenCounts
 
 PARTS: Final = 60 * MICROSECONDS_PER_SECOND
@@ -352,11 +353,16 @@ def _end(connection: Connection, rows: Sequence[Row[Any]], state: str, now: Micr
         )
 
 
+def among_scopes(scope_ids: Collection[UUID]) -> Select[Any]:
+    """The limits of any of these, to ask whether there are some."""
+    return select(_limits.id).where(_limits.scope_id.in_(scope_ids))
+
+
 def _held_of(connection: Connection, ids: Iterable[RequestId]) -> Sequence[Row[Any]]:
     return connection.execute(
         select(schema.limit_holds, _limits.cached_weight_basis_points)
         .join(schema.limits, _limits.id == _holds.limit_id)
-        .where(_holds.request_id.in_(list(ids)), _holds.state == "held")
+        .where(among(connection, _holds.request_id, ids), _holds.state == "held")
         .order_by(_holds.request_id)
         .with_for_update(of=schema.limit_holds)
     ).all()

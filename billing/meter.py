@@ -49,6 +49,7 @@ from billing.ids import ProcessId, RequestId, new_id
 from billing.instants import Clock, Microseconds
 from billing.journal import Journal, Record
 from billing.ledger import Grant, Owner, Posting
+from billing.prices import RecentBook
 from billing.usage import ABANDONED, Admission, Estimate, TokenCounts, UsageEvent, UsageKind
 
 _logger = logging.getLogger(__name__)
@@ -74,12 +75,15 @@ class MeterLimits:
 
     `waiting_admissions` wait for their commit. `open_requests` are admitted and
     not yet posted: in flight, or waiting for the database. `lease` is longer than
-    any request may last; after it a request is settled as abandoned.
+    any request may last; after it a request is settled as abandoned. Settled events
+    wait up to `linger` for others to be posted with, unless they free a reservation: so
+    admissions seldom find a posting in their way.
     """
 
     waiting_admissions: int = 4096
     open_requests: int = 65_536
     batch_size: int = 512
+    linger: timedelta = timedelta(milliseconds=100)
     lease: timedelta = timedelta(hours=1)
     first_retry: timedelta = timedelta(milliseconds=100)
     last_retry: timedelta = timedelta(seconds=5)
@@ -162,6 +166,7 @@ class Meter:
         self._journal_dir = journal_dir
         self._clock = clock
         self._limits = limits or MeterLimits()
+        self._book = RecentBook(monotonic_ns=time.monotonic_ns)
         self._database_tries = self._backoff()
         self._journal_tries = self._backoff()
         self._thread = threading.Thread(target=self._run, name="billing-writer", daemon=True)
@@ -182,6 +187,9 @@ class Meter:
         self._sweeps: deque[_Sweep] = deque()
         self._num_queued = 0
         self._num_done = 0
+        # Somebody waits until so many are done.
+        self._flush_goal = 0
+        self._linger_until_ns = 0
         self._counts: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -286,7 +294,8 @@ class Meter:
     def flush(self, *, timeout_seconds: int = 10) -> None:
         """Waits until all that is settled by now is posted. Raises MeterUnavailable if that takes longer."""
         with self._changed:
-            goal = self._num_queued
+            goal = self._flush_goal = self._num_queued
+            self._changed.notify_all()
             self._changed.wait_for(
                 lambda: self._num_done >= goal or self._state in {"failed", "closed"}, timeout=timeout_seconds
             )
@@ -347,12 +356,16 @@ class Meter:
             _logger.exception("journal: the event of request %s is in memory alone", event.request_id)
         self._counts["settled"] += 1
         self._in_flight.discard(event.request_id)
-        self._holders.discard(event.request_id)
         self._narrowed.pop(event.request_id, None)
         self._evidence.pop(event.request_id, None)
         self._enqueue(event)
+        if event.request_id in self._holders:
+            self._holders.remove(event.request_id)
+            self._linger_until_ns = 0  # somebody may wait for the room that it leaves
 
     def _enqueue(self, event: UsageEvent) -> None:
+        if not self._pending:
+            self._linger_until_ns = time.monotonic_ns() + nanoseconds(self._limits.linger)
         self._pending.append(event)
         self._pending_ids.add(event.request_id)
         self._num_queued += 1
@@ -380,9 +393,17 @@ class Meter:
         self._sweeps.clear()
         return _Work(
             admissions=[self._waiting.popleft() for _ in range(min(size, len(self._waiting)))],
-            events=list(itertools.islice(self._pending, size)),
+            events=list(itertools.islice(self._pending, size)) if self._is_posting_due() else (),
             sweeps=sweeps,
             is_journal_due=is_journal_due,
+        )
+
+    def _is_posting_due(self) -> bool:
+        return (
+            len(self._pending) >= self._limits.batch_size
+            or self._flush_goal > self._num_done
+            or self._state != "running"
+            or time.monotonic_ns() >= self._linger_until_ns
         )
 
     def _is_drained(self) -> bool:
@@ -395,6 +416,8 @@ class Meter:
             tries.append(self._journal_tries.wait)
         if self._state == "closing":
             tries.append(_until(self._close_deadline_ns))
+        if self._pending and self._database_tries.is_open:
+            tries.append(_until(self._linger_until_ns))
         return min(tries, default=_until(self._next_sweep_ns))
 
     # From here on: called by the writer, without the lock.
@@ -459,7 +482,7 @@ class Meter:
             with self._db.write() as connection:
                 self._narrow(connection)
                 outcomes = ledger.admit_priced(
-                    connection, admissions, owner=self._owner, lease=self._limits.lease
+                    connection, admissions, book=self._book, owner=self._owner, lease=self._limits.lease
                 )
         except StatementError as error:
             if len(live) > 1:  # one of them spoils the batch, so each gets its own transaction

@@ -10,9 +10,10 @@ at an instant stays so for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, Row, func, insert, select, text
 
@@ -22,9 +23,12 @@ from billing.errors import BackdatedPrice, UnpricedModel
 from billing.ids import PriceVersionId, new_id
 from billing.instants import Clock, Microseconds
 from billing.price_sheet import ANY_MODEL, PriceSheet
-from billing.usage import TokenClass
+from billing.usage import Admission, TokenClass
 
 BEGINNING_OF_TIME = Microseconds(0)
+
+RECENT_NS: Final = 1_000_000_000
+RECENT_MODELS: Final = 1_024
 
 _PRICES_LOCK = 0x4EAD57A8
 """Any constant: the advisory lock that keeps publishing and pricing apart."""
@@ -148,6 +152,31 @@ class BookHistory:
                     found[token_class] = version
                     break
         return found
+
+
+class RecentBook:
+    """The book as it was up to a moment ago, for admissions: they only ask whether a model has a price, and
+    about how much a request may cost. Lines are rated by the book itself.
+
+    Belongs to one thread. A model that has no price is looked up anew each time.
+    """
+
+    def __init__(self, *, monotonic_ns: Callable[[], int]) -> None:
+        self._monotonic_ns = monotonic_ns
+        self._by_model: dict[str, tuple[int, BookHistory]] = {}
+
+    def price(self, connection: Connection, admission: Admission) -> ModelPrice:
+        """Raises UnpricedModel."""
+        now, model = self._monotonic_ns(), admission.model
+        known = self._by_model.get(model)
+        if known is not None and now < known[0]:
+            with suppress(UnpricedModel):
+                return known[1].price(model, admission.admitted_at)
+        book = BookHistory.load(connection, [model])
+        if len(self._by_model) >= RECENT_MODELS:
+            self._by_model.clear()
+        self._by_model[model] = (now + RECENT_NS, book)
+        return book.price(model, admission.admitted_at)
 
 
 def _insert_changed(

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +42,19 @@ class PostgresServer:
         return f"postgresql+psycopg://headstart@127.0.0.1:{self.port}/{database}"
 
 
+# These databases live for one test run, and what is killed in tests is mostly our side.
+NOT_DURABLE = ("fsync=off", "full_page_writes=off")
+
+
 @contextmanager
-def running_postgres() -> Iterator[PostgresServer]:
+def running_postgres(settings: Sequence[str] = NOT_DURABLE) -> Iterator[PostgresServer]:
     """Starts a throw-away PostgreSQL; raises ServerMissingError with what to install."""
     binaries = postgres_binaries()
     # Outside pytest's folders: a socket's path has about 100 bytes, and the server's user must reach it.
     folder = Path(tempfile.mkdtemp(prefix="hs-pg-"))
     try:
         become_owner = _unprivileged_prefix(folder)
-        yield from _serve_postgres(binaries, folder, become_owner)
+        yield from _serve_postgres(binaries, folder, become_owner, settings)
     finally:
         shutil.rmtree(folder)
 
@@ -91,7 +95,9 @@ def _unprivileged_prefix(folder: Path) -> list[str]:
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
 
 
-def _serve_postgres(binaries: Path, folder: Path, become_owner: list[str]) -> Iterator[PostgresServer]:
+def _serve_postgres(
+    binaries: Path, folder: Path, become_owner: list[str], settings: Sequence[str]
+) -> Iterator[PostgresServer]:
     cluster = folder / "cluster"
     initdb = [binaries / "initdb", "--pgdata", cluster, "--username=headstart", "--auth=trust", "--no-sync"]
     subprocess.run(
@@ -101,20 +107,12 @@ def _serve_postgres(binaries: Path, folder: Path, become_owner: list[str]) -> It
         check=True,
     )
     port = free_port()
-    # Durability is off: these databases live for one test run, and what is killed in tests is our side.
-    settings = [
-        "-h",
-        "127.0.0.1",
-        "-c",
-        "fsync=off",
-        "-c",
-        "full_page_writes=off",
-        "-c",
-        "max_connections=200",
-    ]
+    options = ["-h", "127.0.0.1"]
+    for setting in (*settings, "max_connections=200"):
+        options += ["-c", setting]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [*become_owner, binaries / "postgres", "-D", cluster, "-p", str(port), "-k", folder, *settings],
+            [*become_owner, binaries / "postgres", "-D", cluster, "-p", str(port), "-k", folder, *options],
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
