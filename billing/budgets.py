@@ -15,7 +15,7 @@ in the order of the admissions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
@@ -195,8 +195,10 @@ class Reserving:
             for one in admissions
             for rule in _ruling(rules, scope_of(one))
         }
-        _ensure_balances(connection, keys)
-        return cls(rules, _locked_balances(connection, keys))
+        balances = _locked_balances(connection, keys)
+        if _make_missing(connection, keys, known=balances):
+            balances = _locked_balances(connection, keys)
+        return cls(rules, balances)
 
     def has_budget(self, admission: Admission) -> bool:
         return bool(_ruling(self._rules, scope_of(admission)))
@@ -268,9 +270,9 @@ def settle(connection: Connection, charges: Sequence[Charge], now: Microseconds)
                 key = rule.balance_at(charge.accounted_at)
                 keys[key] = rule
                 posted[key] += charge.amount_pusd
-    if keys:
-        _ensure_balances(connection, keys)
     ids = _balance_ids(connection, keys)
+    if _make_missing(connection, keys, known=ids):
+        ids = _balance_ids(connection, keys)
     _move(connection, freed=_freed(held), posted={ids[key]: amount for key, amount in posted.items()})
 
 
@@ -422,14 +424,16 @@ def _insert_or_keep(connection: Connection, rows: Sequence[Mapping[str, object]]
     connection.execute(statement.on_conflict_do_nothing(index_elements=["budget_id", "period"]), list(rows))
 
 
-def _ensure_balances(connection: Connection, keys: Mapping[_BalanceKey, _Rule]) -> None:
-    """A period's balance begins at nothing with the first request of the period."""
-    known = _balance_ids(connection, keys)
+def _make_missing(
+    connection: Connection, keys: Mapping[_BalanceKey, _Rule], *, known: Container[_BalanceKey]
+) -> bool:
+    """A period's balance begins at nothing with the first request of the period. Whether any was missing."""
     missing = [
         _balance_row(*key, keys[key].limit_pusd, posted_pusd=0) for key in sorted(keys) if key not in known
     ]
     if missing:
         _insert_or_keep(connection, missing)
+    return bool(missing)
 
 
 def _locked_balances(

@@ -18,7 +18,7 @@ from typing import Any, Final
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, insert, select, text, update
+from sqlalchemy import Connection, Row, Table, exists, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import budgets, instants, limits, rollups, schema
@@ -37,6 +37,9 @@ from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent
 ADJUSTMENT: Final = "adjustment"
 CREDIT: Final = "credit"
 
+_ARE_ANY = select(
+    exists(select(schema.budgets.c.id)).label("budgets"), exists(select(schema.limits.c.id)).label("limits")
+)
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
@@ -318,9 +321,18 @@ def _end_reservations(
         )
         for draft in drafts
     ]
-    budgets.settle(connection, charges, now)
+    has_budgets, has_limits = _has_budgets_and_limits(connection)
+    if has_budgets:
+        budgets.settle(connection, charges, now)
     ended = {draft.event.request_id: draft.event.counts for draft in drafts if draft.original_id is None}
-    limits.settle(connection, ended, now)
+    if has_limits:
+        limits.settle(connection, ended, now)
+
+
+def _has_budgets_and_limits(connection: Connection) -> tuple[bool, bool]:
+    """Whether anybody has; or has had, for neither is ever deleted. What most deployments pay for them."""
+    row = connection.execute(_ARE_ANY).one()
+    return bool(row.budgets), bool(row.limits)
 
 
 def _insert_or_keep(connection: Connection, table: Table) -> Any:

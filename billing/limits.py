@@ -348,8 +348,9 @@ def expire(connection: Connection, now: Microseconds) -> int:
 def _end(connection: Connection, rows: Sequence[Row[Any]], state: str, now: Microseconds) -> None:
     if rows:
         connection.execute(
-            _one_hold().values(state=state, ended_at_us=now),
-            [{"of_request": row.request_id} for row in rows],
+            update(schema.limit_holds)
+            .where(_holds.request_id.in_([row.request_id for row in rows]))
+            .values(state=state, ended_at_us=now)
         )
 
 
