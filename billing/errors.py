@@ -55,6 +55,10 @@ class UnknownStatement(BillingError):
     """No statement was issued for the period."""
 
 
+class UnknownRequest(BillingError):
+    """No request has the id, or none of the tenant that asks."""
+
+
 class UnknownKey(BillingError):
     """No such key."""
 

@@ -343,12 +343,7 @@ class Engine:
         if not asking:
             return
         now = time.monotonic()
-        seen = cache_statistics(
-            self._store,
-            kv_bytes_per_token=self._kv_bytes_per_token,
-            now=now,
-            uptime_seconds=now - self._began_at,
-        )
+        seen = cache_statistics(self._store, self._snapshot(), now=now, uptime_seconds=now - self._began_at)
         for answer in asking:
             answer.set_result(seen)
 

@@ -370,6 +370,9 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int
     kv_bytes_per_token: int
+    kv_bytes_held: int
+    kv_bytes_per_conversation: int
+    sequences_running: int
     uptime_seconds: float
     total: ScopeStatistics
     scopes: list[ScopeStatistics]

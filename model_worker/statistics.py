@@ -15,6 +15,7 @@ from model_worker.protocol import (
     HotPrefix,
     ScopeStatistics,
     StandingPin,
+    WorkerStats,
 )
 from prefix_store.statistics import Durations, Tally
 from prefix_store.store import PrefixStore
@@ -26,14 +27,17 @@ DEVICE: Final = "device"
 
 
 def cache_statistics(
-    store: PrefixStore, *, kv_bytes_per_token: int, now: float, uptime_seconds: float
+    store: PrefixStore, stats: WorkerStats, *, now: float, uptime_seconds: float
 ) -> CacheStatistics:
     """`now` is on the store's clock."""
     total = store.statistics.total()
     blocks = store.counts
     return CacheStatistics(
         block_size=store.block_size,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=stats.kv_bytes_per_token,
+        kv_bytes_held=stats.kv_bytes_held,
+        kv_bytes_per_conversation=stats.kv_bytes_per_conversation,
+        sequences_running=stats.sequences_running,
         uptime_seconds=uptime_seconds,
         total=_scope("", total),
         scopes=_scopes(store.statistics.rows()),

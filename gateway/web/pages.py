@@ -30,7 +30,11 @@ _CHART_STYLES: Final = "; style-src-attr 'unsafe-inline'"
 
 NAVIGATION: Final = (
     ("today", "Today", "/dashboard", False),
+    ("cache", "Cache", "/dashboard/cache", False),
+    ("usage", "Usage", "/dashboard/usage", False),
+    ("requests", "Requests", "/dashboard/requests", False),
     ("statements", "Statements", "/dashboard/statements", False),
+    ("prefixes", "Prefixes", "/dashboard/prefixes", True),
 )
 """Name, label, address, and whether it is for admins alone."""
 

@@ -8,7 +8,7 @@ a table or both; one that has neither says why.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo
@@ -35,6 +35,7 @@ class Cell:
     unit: str = ""
     href: str = ""
     is_code: bool = False
+    is_money: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,22 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     total: Sequence[Cell] = ()
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Of each column of money its currency, which is said once, in the heading."""
+        every = [*self.rows, self.total] if self.total else list(self.rows)
+        columns_of_cells = zip(*every, strict=True)
+        return [next((cell.unit for cell in column if cell.is_money), "") for column in columns_of_cells] or [
+            ""
+        ] * len(self.columns)
+
+    @property
+    def shown_rows(self) -> Sequence[Sequence[Cell]]:
+        """The rows, then the total, with the points of each column's money below each other."""
+        every = [*self.rows, self.total] if self.total else list(self.rows)
+        digits = [max(map(_digits, column)) for column in zip(*every, strict=True)]
+        return [[_padded(cell, wanted) for cell, wanted in zip(row, digits, strict=True)] for row in every]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +104,11 @@ class Choice:
     suggestions: Sequence[str] = ()
 
 
+def columns(*labels: str, num_texts: int = 1) -> Sequence[Column]:
+    """The first ones are text, the others are numbers."""
+    return [Column(label=label, is_number=place >= num_texts) for place, label in enumerate(labels)]
+
+
 def text(shown: str, *, value: str | None = None, href: str = "") -> Cell:
     return Cell(shown=shown, value=shown if value is None else value, href=href)
 
@@ -106,7 +128,7 @@ def count(number: int) -> Cell:
 
 def money(amount_pusd: int) -> Cell:
     exact = format_dollars(amount_pusd)
-    return Cell(shown=_signed(exact), value=exact, unit=CURRENCY)
+    return Cell(shown=_signed(exact), value=exact, unit=CURRENCY, is_money=True)
 
 
 def percent(part: int, whole: int) -> Cell:
@@ -150,6 +172,15 @@ def link(path: str, carried: Mapping[str, str], **more: str | None) -> str:
     """An address that keeps what is carried from page to page."""
     query = {**carried, **{name: value for name, value in more.items() if value}}
     return f"{path}?{urlencode(query)}" if query else path
+
+
+def _digits(cell: Cell) -> int:
+    return len(cell.shown.partition(".")[2]) if cell.is_money else 0
+
+
+def _padded(cell: Cell, digits: int) -> Cell:
+    """Zeros up to so many digits; the exact value stays as short as it is."""
+    return replace(cell, shown=cell.shown + "0" * (digits - _digits(cell))) if cell.is_money else cell
 
 
 def _signed(shown: str) -> str:

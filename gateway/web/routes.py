@@ -22,8 +22,12 @@ from billing.meter import Meter
 from gateway.roster import Roster
 from gateway.secrets import DeploymentSecret
 from gateway.web import assets
+from gateway.web.cache import CachePage
+from gateway.web.prefixes import PrefixPage
+from gateway.web.requests import RequestPages
 from gateway.web.sessions import SessionStore
 from gateway.web.sign_in import SignInPages
+from gateway.web.spending import SpendingPage
 from gateway.web.statement_pages import StatementPages
 from gateway.web.today import TodayPage
 from gateway.web.visits import Visits
@@ -58,7 +62,11 @@ class Dashboard:
         parts = (
             SignInPages(visits=visits, form_key=form_key),
             TodayPage(visits=visits, model_name=self._model_name),
+            CachePage(visits=visits, roster=self.roster, secret=self.secret),
+            SpendingPage(visits=visits),
+            RequestPages(visits=visits),
             StatementPages(visits=visits),
+            PrefixPage(visits=visits, roster=self.roster, secret=self.secret),
         )
         served = (route for part in parts for route in part.routes())
         return (*served, Route(assets.PREFIX + "/{name}", self.show_asset, methods=["GET"]))

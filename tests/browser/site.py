@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from billing import instants
-from billing.accounts import ApiKey, Tenant, create_key, create_tenant, revoke_key
+from billing.accounts import ApiKey, Role, Tenant, create_key, create_tenant, revoke_key
 from billing.ids import new_request_id
 from billing.instants import Microseconds
 from billing.reports import UsageReport, usage_report
@@ -57,12 +58,13 @@ class Site:
     gateway: Gateway
     clock: MovableClock
     url: str
+    loop: asyncio.AbstractEventLoop
 
     @property
     def dashboard(self) -> str:
         return f"{self.url}/dashboard"
 
-    def add_customer(self, name: str) -> Customer:
+    def add_customer(self, name: str, *, role: Role = Role.TENANT) -> Customer:
         database, now = self.gateway.database, instants.now()
         tenant = create_tenant(database, name=name, now=now)
         key, secret = create_key(
@@ -71,11 +73,12 @@ class Site:
             label="browser",
             hasher=key_hasher(self.gateway.secret),
             now=now,
+            role=role,
         )
         return Customer(tenant=tenant, key=key, secret=secret)
 
-    def record(self, customer: Customer, at: datetime, counts: TokenCounts) -> None:
-        """One finished request, by the road that every request takes."""
+    def record(self, customer: Customer, at: datetime, counts: TokenCounts, **more: Any) -> None:
+        """One finished request, by the road that every request takes. `more` is of the event."""
         admitted_at = instants.from_datetime(at)
         self.gateway.meter.settle(
             UsageEvent(
@@ -91,6 +94,7 @@ class Site:
                 finished_at=instants.later(admitted_at, timedelta(seconds=2)),
                 delivered=counts.output,
                 finish_reason="stop",
+                **more,
             )
         )
 
@@ -121,6 +125,15 @@ class Site:
             end=instants.later(start, timedelta(days=1)),
         )
 
+    def point_to(self, *worker_urls: str) -> None:
+        """The workers from now on, each of them known when this returns."""
+
+        async def point() -> None:
+            self.gateway.roster.point_to(*worker_urls)
+            await self.gateway.roster.refresh()
+
+        asyncio.run_coroutine_threadsafe(point(), self.loop).result(START_SECONDS)
+
     def revoke(self, customer: Customer) -> None:
         revoke_key(self.gateway.database, key_id=customer.key.id, now=instants.now())
 
@@ -139,7 +152,6 @@ def running_site(home: Path, *, body_timeout_seconds: float = 30.0) -> Iterator[
     prepare_database(settings.database, gateway.database)
     clock = MovableClock()
     with listen("127.0.0.1", 0) as listener:
-        site = Site(gateway=gateway, clock=clock, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
         async def serve() -> None:
@@ -151,8 +163,9 @@ def running_site(home: Path, *, body_timeout_seconds: float = 30.0) -> Iterator[
         thread = threading.Thread(target=asyncio.run, args=(serve(),), name="site")
         thread.start()
         loop, stop = started.result(START_SECONDS)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            yield site
+            yield Site(gateway=gateway, clock=clock, url=url, loop=loop)
         finally:
             loop.call_soon_threadsafe(stop.set)
             thread.join()
