@@ -173,9 +173,9 @@ def fsync_milliseconds() -> float:
 def measure(url: str, *, events: int, seconds: float) -> dict[str, float]:
     with metering(url) as (_, meter, traffic):
         posting_rate(meter, traffic, events // 10)  # warm
-        rate = posting_rate(meter, traffic, events)
         paced = admission_waits(meter, traffic, seconds=seconds, request_seconds=REQUEST_SECONDS)
         crowded = admission_waits(meter, traffic, seconds=seconds / 2, request_seconds=0)
+        rate = posting_rate(meter, traffic, events)
         stats = meter.stats()
         assert stats.conflicts == stats.rejected == stats.duplicates == 0, stats
     return {

@@ -384,7 +384,7 @@ def _rules(connection: Connection, scopes: Iterable[Scope]) -> dict[UUID, list[_
     return rules
 
 
-def among_scopes(scope_ids: Collection[UUID]) -> Select[Any]:
+def among_scopes(scope_ids: Collection[Any]) -> Select[Any]:
     """The budgets over any of these, to ask whether there are some."""
     return select(_budgets.id).where(_budgets.scope_id.in_(scope_ids), _budgets.removed_at_us.is_(None))
 

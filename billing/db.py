@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any
@@ -18,7 +18,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, text
+from sqlalchemy import URL, Connection, Engine, Executable, Row, create_engine, event, make_url, select, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import (
     ArgumentError,
@@ -63,11 +63,13 @@ class Database:
         if engine.dialect.name == "sqlite":
             self._reader: Engine = engine
             self._writer: Engine = engine.execution_options(begin_immediate=True)
+            self._alone = self._writer
         else:
             self._reader = engine.execution_options(
                 isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
             self._writer = engine
+            self._alone = engine.execution_options(isolation_level="AUTOCOMMIT")
 
     def close(self) -> None:
         """Closes every pooled connection."""
@@ -92,6 +94,14 @@ class Database:
         """
         with _failures_named(), self._writer.begin() as connection:
             yield connection
+
+    def write_alone(self, statement: Executable, row: Mapping[str, object]) -> Sequence[Row[Any]]:
+        """One statement that is a transaction by itself: one way to PostgreSQL and back. Returns its rows.
+
+        Raises like `write`.
+        """
+        with _failures_named(), self._alone.begin() as connection:
+            return connection.execute(statement, row).all()
 
     def is_reachable(self) -> bool:
         """Whether the database answers now (for readiness)."""

@@ -354,7 +354,7 @@ def _end(connection: Connection, rows: Sequence[Row[Any]], state: str, now: Micr
         )
 
 
-def among_scopes(scope_ids: Collection[UUID]) -> Select[Any]:
+def among_scopes(scope_ids: Collection[Any]) -> Select[Any]:
     """The limits of any of these, to ask whether there are some."""
     return select(_limits.id).where(_limits.scope_id.in_(scope_ids))
 

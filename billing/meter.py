@@ -361,15 +361,18 @@ class Meter:
         self._enqueue(event)
         if event.request_id in self._holders:
             self._holders.remove(event.request_id)
-            self._linger_until_ns = 0  # somebody may wait for the room that it leaves
+            self._flush_goal = self._num_queued  # somebody may wait for the room that it leaves
 
     def _enqueue(self, event: UsageEvent) -> None:
         if not self._pending:
-            self._linger_until_ns = time.monotonic_ns() + nanoseconds(self._limits.linger)
+            self._linger()
         self._pending.append(event)
         self._pending_ids.add(event.request_id)
         self._num_queued += 1
         self._changed.notify_all()
+
+    def _linger(self) -> None:
+        self._linger_until_ns = time.monotonic_ns() + nanoseconds(self._limits.linger)
 
     def _take_work(self) -> _Work | None:
         """Waits for something to do; None when it is time to stop."""
@@ -479,6 +482,10 @@ class Meter:
         admissions = [(waiting.admission, waiting.estimate) for waiting in live]
         outcomes: Sequence[Grant | BillingError]
         try:
+            if self._admits_alone(live):
+                self._database_answered()
+                self._conclude(live, [Grant(standing=None, holds=False)])
+                return
             with self._db.write() as connection:
                 self._narrow(connection)
                 outcomes = ledger.admit_priced(
@@ -503,6 +510,14 @@ class Meter:
             narrowed, self._narrowed = self._narrowed, {}
         if narrowed:
             ledger.narrow_all(connection, narrowed)
+
+    def _admits_alone(self, live: Sequence[_Waiting]) -> bool:
+        """Whether it was one request, that nothing limits, and is now admitted. Most are when it is quiet."""
+        if len(live) > 1 or self._narrowed or self._book.known_price(live[0].admission) is None:
+            return False
+        return ledger.admission_alone(
+            self._db, live[0].admission, owner=self._owner, lease=self._limits.lease
+        )
 
     def _conclude(self, live: Sequence[_Waiting], outcomes: Sequence[Grant | BillingError]) -> None:
         refused = [
@@ -589,6 +604,7 @@ class Meter:
         with self._changed:
             for _ in events:
                 self._pending.popleft()
+            self._linger()
             self._pending_ids.difference_update(ids)
             self._num_done += len(events)
             self._changed.notify_all()

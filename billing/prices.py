@@ -167,16 +167,24 @@ class RecentBook:
 
     def price(self, connection: Connection, admission: Admission) -> ModelPrice:
         """Raises UnpricedModel."""
-        now, model = self._monotonic_ns(), admission.model
-        known = self._by_model.get(model)
-        if known is not None and now < known[0]:
-            with suppress(UnpricedModel):
-                return known[1].price(model, admission.admitted_at)
+        known = self.known_price(admission)
+        if known is not None:
+            return known
+        model = admission.model
         book = BookHistory.load(connection, [model])
         if len(self._by_model) >= RECENT_MODELS:
             self._by_model.clear()
-        self._by_model[model] = (now + RECENT_NS, book)
+        self._by_model[model] = (self._monotonic_ns() + RECENT_NS, book)
         return book.price(model, admission.admitted_at)
+
+    def known_price(self, admission: Admission) -> ModelPrice | None:
+        """None when the database must be asked."""
+        until, book = self._by_model.get(admission.model, (0, None))
+        if book is None or self._monotonic_ns() >= until:
+            return None
+        with suppress(UnpricedModel):
+            return book.price(admission.model, admission.admitted_at)
+        return None
 
 
 def _insert_changed(
