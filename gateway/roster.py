@@ -24,10 +24,15 @@ MAX_ENCODERS: Final = 4
 log = structlog.get_logger("gateway.roster")
 
 
+class UnknownWorker(Exception):
+    """No worker has the name."""
+
+
 class Worker:
     """One worker. States: unknown → ready ⇄ away; only its `Roster` moves it.
 
-    An away worker keeps its card: the next request finds out by itself whether it is back.
+    An away worker keeps its card: the next request finds out by itself whether it is back. Beside
+    that it is open or draining: a draining one gets no new requests, and ends those it has.
     """
 
     def __init__(self, name: str, client: WorkerClient) -> None:
@@ -37,6 +42,7 @@ class Worker:
         self.encoder: PromptEncoder | None = None
         self.away_because: str | None = "it has not been asked yet"
         self.in_flight = 0
+        self.is_draining = False
 
     @property
     def url(self) -> str:
@@ -79,6 +85,22 @@ class Roster:
         self._urls = urls
         if self._session is not None:
             self._build_workers(self._session)
+
+    def drain(self, name: str) -> None:
+        """No new requests for it from this gateway. Raises `UnknownWorker`."""
+        self._named(name).is_draining = True
+        log.info("worker_draining", worker=name)
+
+    def undrain(self, name: str) -> None:
+        """It takes requests again. Raises `UnknownWorker`."""
+        self._named(name).is_draining = False
+        log.info("worker_open", worker=name)
+
+    def _named(self, name: str) -> Worker:
+        found = next((worker for worker in self.workers if worker.name == name), None)
+        if found is None:
+            raise UnknownWorker(f"there is no worker {name!r}")
+        return found
 
     def start(self) -> None:
         self._session = open_session(self._timeouts)

@@ -43,7 +43,9 @@ class Router:
         self._roster = roster
 
     async def choose(self, model: str) -> Route:
-        """Raises `ModelNotFound`, or `ServiceUnavailable` while no worker is known at all."""
+        """Raises `ModelNotFound`, or `ServiceUnavailable` while no worker is known at all, or each of
+        them is draining.
+        """
         routes = self._routes()
         if not any(route.model == model for route in routes):
             # A worker that has just come up is not made to wait for the next poll.
@@ -56,6 +58,9 @@ class Router:
             raise ModelNotFound(
                 f"The model '{model}' does not exist or you do not have access to it.", param="model"
             )
+        fitting = [route for route in fitting if not route.worker.is_draining]
+        if not fitting:
+            raise ServiceUnavailable("Every worker of the model is draining.", code="worker_draining")
         return min(fitting, key=lambda route: (route.worker.away_because is not None, route.worker.in_flight))
 
     async def models(self) -> list[str]:

@@ -35,6 +35,9 @@ NAVIGATION: Final = (
     ("requests", "Requests", "/dashboard/requests", False),
     ("statements", "Statements", "/dashboard/statements", False),
     ("prefixes", "Prefixes", "/dashboard/prefixes", True),
+    ("tenants", "Tenants", "/dashboard/tenants", True),
+    ("prices", "Prices", "/dashboard/prices", True),
+    ("workers", "Workers", "/dashboard/workers", True),
 )
 """Name, label, address, and whether it is for admins alone."""
 

@@ -36,6 +36,41 @@ class Cell:
     href: str = ""
     is_code: bool = False
     is_money: bool = False
+    button: Button | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Button:
+    """What changes something for one row. `asks` is said before it is done, where it cannot be undone."""
+
+    label: str
+    action: str
+    names: str
+    asks: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One of a form. It is a list where it has options, and a text of several lines where it has `rows`."""
+
+    name: str
+    label: str
+    value: str = ""
+    hint: str = ""
+    options: Sequence[tuple[str, str]] = ()
+    rows: int = 0
+    is_required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    key: str
+    action: str
+    button: str
+    fields: Sequence[Field]
+    hidden: Sequence[tuple[str, str]] = ()
+    takes_file: str = ""
+    """The field that the content of a chosen file is put into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +117,7 @@ class Panel:
     table: Table | None = None
     empty: str = ""
     links: Sequence[tuple[str, str]] = ()
+    form: Form | None = None
     is_wide: bool = False
 
 
@@ -111,6 +147,11 @@ def columns(*labels: str, num_texts: int = 1) -> Sequence[Column]:
 
 def text(shown: str, *, value: str | None = None, href: str = "") -> Cell:
     return Cell(shown=shown, value=shown if value is None else value, href=href)
+
+
+def button(label: str, action: str, *, names: str, asks: str = "") -> Cell:
+    """`names` says which row it is for, to who cannot see the row."""
+    return Cell(shown="", value="", button=Button(label=label, action=action, names=names, asks=asks))
 
 
 def code(shown: str, *, value: str | None = None, href: str = "") -> Cell:

@@ -24,13 +24,16 @@ from gateway.secrets import DeploymentSecret
 from gateway.web import assets
 from gateway.web.cache import CachePage
 from gateway.web.prefixes import PrefixPage
+from gateway.web.price_pages import PricePages
 from gateway.web.requests import RequestPages
 from gateway.web.sessions import SessionStore
 from gateway.web.sign_in import SignInPages
 from gateway.web.spending import SpendingPage
 from gateway.web.statement_pages import StatementPages
+from gateway.web.tenants import TenantPages
 from gateway.web.today import TodayPage
 from gateway.web.visits import Visits
+from gateway.web.workers import WorkerPage
 
 FORM_PURPOSE = "dashboard-form"
 
@@ -67,6 +70,9 @@ class Dashboard:
             RequestPages(visits=visits),
             StatementPages(visits=visits),
             PrefixPage(visits=visits, roster=self.roster, secret=self.secret),
+            TenantPages(visits=visits),
+            PricePages(visits=visits),
+            WorkerPage(visits=visits, roster=self.roster),
         )
         served = (route for part in parts for route in part.routes())
         return (*served, Route(assets.PREFIX + "/{name}", self.show_asset, methods=["GET"]))

@@ -160,7 +160,7 @@ class Visits:
             is_admin=visit.is_admin,
             active=active,
             carried=_carried(visit),
-            **values,
+            **({"secret": None, "choices": (), "action": "", "tiles": (), "is_behind": False} | values),
         )
 
     async def notice(self, title: str, text: str, *, status: int) -> Response:

@@ -49,9 +49,10 @@ def rows(page: Page, key: str) -> list[dict[str, str]]:
     """The exact values of a table's cells, by the names of its columns."""
     return page.locator(f"#{key}-table").evaluate(
         """table => {
+            const exact = cell => cell.querySelector('data')?.value ?? '';
             const names = [...table.tHead.rows[0].cells].map(cell => cell.textContent);
             return [...table.tBodies[0].rows].map(row => Object.fromEntries(
-                [...row.cells].map((cell, place) => [names[place], cell.querySelector('data').value])));
+                [...row.cells].map((cell, place) => [names[place], exact(cell)])));
         }"""
     )
 

@@ -1,4 +1,4 @@
-// Draws the page's figures in the colours of its style sheet, and copies what a button is asked to copy.
+// Draws the page's figures in the colours of its style sheet, copies what a button is asked to copy, and reads files.
 // Knows no numbers: figures come with the page, as JSON.
 "use strict";
 
@@ -29,6 +29,16 @@
     dark.addEventListener("change", draw);
     target.replaceChildren();
     draw();
+  }
+
+  // Where there are scripts, a file can be chosen instead of pasting its text.
+  for (const field of document.querySelectorAll("[data-fills]")) {
+    const target = document.getElementById(field.dataset.fills);
+    field.hidden = false;
+    field.querySelector("input").addEventListener("change", async (event) => {
+      const [file] = event.target.files;
+      if (file) target.value = await file.text();
+    });
   }
 
   for (const button of document.querySelectorAll("button[data-copies]")) {
