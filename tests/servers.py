@@ -46,17 +46,72 @@ class PostgresServer:
 NOT_DURABLE = ("fsync=off", "full_page_writes=off")
 
 
+class PostgresCluster:
+    """A throw-away database folder, and the server that runs on it or not. States: stopped ⇄ running."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self._binaries = postgres_binaries()
+        self._folder = folder
+        self._become_owner = _unprivileged_prefix(folder)
+        self._port = free_port()
+        self._options = ["-h", "127.0.0.1"]
+        for setting in (*settings, "max_connections=200"):
+            self._options += ["-c", setting]
+        self._process: subprocess.Popen[bytes] | None = None
+        initdb = [self._binaries / "initdb", "--pgdata", folder / "cluster", "--username=headstart"]
+        subprocess.run(
+            [*self._become_owner, *initdb, "--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C"],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+
+    def start(self) -> PostgresServer:
+        """Also after `kill`: then it recovers what it had committed."""
+        program = [self._binaries / "postgres", "-D", self._folder / "cluster", "-p", str(self._port)]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._become_owner, *program, "-k", self._folder, *self._options],
+                cwd=self._folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        _wait_until_accepting(self._process, self._binaries, self._port, self._folder / "server.log")
+        return PostgresServer(port=self._port, socket_dir=self._folder, process_id=self._process.pid)
+
+    def kill(self) -> None:
+        """kill -9 of the server; its children end when they notice."""
+        assert self._process is not None, "it runs"
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def stop(self) -> None:
+        """At once, with no last checkpoint: the folder goes too."""
+        if self._process is not None:
+            _stop(self._process, signal.SIGQUIT)
+
+
 @contextmanager
-def running_postgres(settings: Sequence[str] = NOT_DURABLE) -> Iterator[PostgresServer]:
-    """Starts a throw-away PostgreSQL; raises ServerMissingError with what to install."""
-    binaries = postgres_binaries()
+def postgres_cluster(settings: Sequence[str] = NOT_DURABLE) -> Iterator[PostgresCluster]:
+    """A cluster, not yet started; raises ServerMissingError with what to install."""
     # Outside pytest's folders: a socket's path has about 100 bytes, and the server's user must reach it.
     folder = Path(tempfile.mkdtemp(prefix="hs-pg-"))
     try:
-        become_owner = _unprivileged_prefix(folder)
-        yield from _serve_postgres(binaries, folder, become_owner, settings)
+        cluster = PostgresCluster(folder, settings)
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def running_postgres(settings: Sequence[str] = NOT_DURABLE) -> Iterator[PostgresServer]:
+    """Starts a throw-away PostgreSQL; raises ServerMissingError with what to install."""
+    with postgres_cluster(settings) as cluster:
+        yield cluster.start()
 
 
 def postgres_binaries() -> Path:
@@ -93,35 +148,6 @@ def _unprivileged_prefix(folder: Path) -> list[str]:
     user = next(known[name] for name in UNPRIVILEGED_USERS if name in known)
     os.chown(folder, user.pw_uid, user.pw_gid)
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
-
-
-def _serve_postgres(
-    binaries: Path, folder: Path, become_owner: list[str], settings: Sequence[str]
-) -> Iterator[PostgresServer]:
-    cluster = folder / "cluster"
-    initdb = [binaries / "initdb", "--pgdata", cluster, "--username=headstart", "--auth=trust", "--no-sync"]
-    subprocess.run(
-        [*become_owner, *initdb, "--encoding=UTF8", "--locale=C"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    port = free_port()
-    options = ["-h", "127.0.0.1"]
-    for setting in (*settings, "max_connections=200"):
-        options += ["-c", setting]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*become_owner, binaries / "postgres", "-D", cluster, "-p", str(port), "-k", folder, *options],
-            cwd=folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        _wait_until_accepting(process, binaries, port, folder / "server.log")
-        yield PostgresServer(port=port, socket_dir=folder, process_id=process.pid)
-    finally:
-        _stop(process, signal.SIGQUIT)  # at once, with no last checkpoint: the folder goes too
 
 
 def _wait_until_accepting(process: subprocess.Popen[bytes], binaries: Path, port: int, log: Path) -> None:

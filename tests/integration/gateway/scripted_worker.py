@@ -114,6 +114,19 @@ class ScriptedWorker:
             yield Token(token_ids=[index], text=text)
         yield Finished(reason="stop", text=ANSWER[-1], output_tokens=len(ANSWER))
 
+    def answering_slowly(self, most: int) -> Script:
+        """A script: some number of tokens up to `most`, one in a hundredth of a second."""
+
+        async def answer(request: GenerateRequest) -> AsyncIterator[Step]:
+            yield self.started(request)
+            count = 1 + sum(request.token_ids) % most
+            for index in range(count):
+                await asyncio.sleep(0.01)
+                yield Token(token_ids=[index], text="x")
+            yield Finished(reason="stop", text="", output_tokens=count)
+
+        return answer
+
     async def next_exchange(self) -> Exchange:
         """The newest exchange, once there is one that was not asked for before."""
         await asyncio.wait_for(self.arrived.wait(), 10)
@@ -219,6 +232,7 @@ def main() -> None:
     parser.add_argument("--exit-with-parent", action="store_true")
     parser.add_argument("--fail", type=int)
     parser.add_argument("--pid-file", type=Path)
+    parser.add_argument("--answer-tokens", type=int, help="up to so many, one by one, with pauses")
     options = parser.parse_args()
     if options.fail is not None:
         sys.exit(options.fail)
@@ -226,7 +240,10 @@ def main() -> None:
         write_whole(options.pid_file, str(os.getpid()))
     if options.exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
-    asyncio.run(_serve(options.port_file))
+    worker = ScriptedWorker()
+    if options.answer_tokens is not None:
+        worker.script = worker.answering_slowly(options.answer_tokens)
+    asyncio.run(_serve(worker, options.port_file))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -242,11 +259,11 @@ def _exit_when_stdin_closes() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def _serve(port_file: Path) -> None:
+async def _serve(worker: ScriptedWorker, port_file: Path) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        async with served(ScriptedWorker().app(), listener):
+        async with served(worker.app(), listener):
             write_whole(port_file, str(listener.getsockname()[1]))
             await stop.wait()
 
