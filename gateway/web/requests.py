@@ -111,7 +111,7 @@ class RequestPages:
             request_id=str(request_id),
             back=link(REQUESTS, _kept(visit)),
             split=split_of(record),
-            panels=(facts_panel(record, names, visit), cost_panel(record), *history_panels(record, visit)),
+            panels=(cost_panel(record), facts_panel(record, names, visit), *history_panels(record, visit)),
             has_chart=False,
         )
 
@@ -229,6 +229,7 @@ def facts_panel(record: RequestRecord, names: Names, visit: Visit) -> Panel:
     return Panel(
         key="facts",
         title="What it was",
+        is_wide=True,
         hint=REASONS.get(row.miss_reason or "", ""),
         table=Table(
             caption=f"Times in {visit.zone.key}",
@@ -245,6 +246,7 @@ def cost_panel(record: RequestRecord) -> Panel:
     return Panel(
         key="cost",
         title="What it costs",
+        is_wide=True,
         hint="Without a cache, every input token would have been computed at the input price.",
         table=Table(
             caption="Ledger lines; a unit is what a million tokens cost",
