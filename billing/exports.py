@@ -70,7 +70,7 @@ def ledger_rows(
 def _event_pages(
     connection: Connection, tenant_id: TenantId, start: Microseconds, end: Microseconds
 ) -> Iterator[Sequence[Row[Any]]]:
-    requests = schema.requests.c
+    requests, keys = schema.requests.c, schema.api_keys.c
     chosen: Select[Any] = (
         select(
             _events.id,
@@ -79,10 +79,11 @@ def _event_pages(
             _events.model,
             _events.admitted_at_us,
             _events.accounted_at_us,
-            requests.project_id,
+            keys.project_id,
             requests.api_key_id,
         )
         .join(schema.requests, requests.id == _events.request_id)
+        .join(schema.api_keys, keys.id == requests.api_key_id)
         .where(_events.tenant_id == tenant_id, _events.accounted_at_us < end)
         .order_by(_events.accounted_at_us, _events.id)
         .limit(EVENTS_PER_PAGE)

@@ -231,7 +231,7 @@ def _corrections(
     connection: Connection, tenant_id: TenantId, span: Span, names: TenantNames
 ) -> Mapping[_Account, ClassTotals]:
     """What is accounted to the period without being its own usage: corrected, granted or late."""
-    requests, zone = schema.requests.c, zone_named(names.time_zone)
+    requests, keys, zone = schema.requests.c, schema.api_keys.c, zone_named(names.time_zone)
     # By itself, so that the predicate is the index's own.
     events = (
         select(schema.usage_events)
@@ -244,7 +244,7 @@ def _corrections(
             events.c.kind,
             events.c.model,
             events.c.admitted_at_us,
-            requests.project_id,
+            keys.project_id,
             requests.api_key_id,
             _lines.token_class,
             _lines.quantity_tokens,
@@ -253,6 +253,7 @@ def _corrections(
             _lines.amount_without_cache_pusd,
         )
         .join(schema.requests, requests.id == events.c.request_id)
+        .join(schema.api_keys, keys.id == requests.api_key_id)
         .join(schema.ledger_lines, _lines.event_id == events.c.id)
     )
     found: dict[_Account, ClassTotals] = {}

@@ -11,7 +11,7 @@ other add up to the span that they make together, wherever they are cut.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -23,10 +23,11 @@ from sqlalchemy import (
     FromClause,
     RowMapping,
     Select,
+    Table,
     literal_column,
     or_,
     select,
-    text,
+    true,
 )
 
 from billing import schema
@@ -45,12 +46,6 @@ MAX_SPANS: Final = 1_500
 
 _events: Final = schema.usage_events.c
 _lines: Final = schema.ledger_lines.c
-_LINE_SUMS: Final[Mapping[str, ColumnElement[int]]] = {
-    "quantity": _lines.quantity_tokens,
-    "list_amount_pusd": _lines.quantity_tokens * _lines.list_unit_pusd,
-    "amount_pusd": _lines.amount_pusd,
-    "amount_without_cache_pusd": _lines.amount_without_cache_pusd,
-}
 
 
 class Dimension(StrEnum):
@@ -155,7 +150,7 @@ def usage_within(
         return []
     query = _Query(selection=selection, spans=spans, by=list(by))
     found: dict[tuple[int, Group], UsageTotals] = {}
-    for place, group, totals in query.from_events(connection):
+    for place, group, totals in query.rows(connection):
         found[place, group] = found.get((place, group), UsageTotals()) + totals
     in_order = sorted(found, key=lambda key: key[0])
     return [
@@ -177,20 +172,69 @@ class _Source:
     rows: FromClause
     instant: ColumnElement[int]
     dimensions: Mapping[Dimension, ColumnElement[Any]]
+    sums: Mapping[str, ColumnElement[int]]
+    token_class: ColumnElement[str] | None = None
+    is_counted: ColumnElement[bool] = field(default_factory=true)
 
 
-_ADMITTED: Final = schema.usage_events.join(schema.requests, schema.requests.c.id == _events.request_id)
+# A key belongs to one project for as long as it lives, so roll-ups need not say which.
+_keys: Final = schema.api_keys.c
+_ADMITTED: Final = schema.usage_events.join(
+    schema.requests, schema.requests.c.id == _events.request_id
+).join(schema.api_keys, _keys.id == schema.requests.c.api_key_id)
 _EVENTS: Final = _Source(
     rows=_ADMITTED,
     instant=_events.accounted_at_us,
     dimensions={
         Dimension.TENANT: _events.tenant_id,
-        Dimension.PROJECT: schema.requests.c.project_id,
+        Dimension.PROJECT: _keys.project_id,
         Dimension.API_KEY: schema.requests.c.api_key_id,
         Dimension.MODEL: _events.model,
     },
+    sums={"requests": ONE},
+    # A correction is no further request.
+    is_counted=_events.original_id.is_(None),
 )
-_LINES: Final = replace(_EVENTS, rows=_ADMITTED.join(schema.ledger_lines, _lines.event_id == _events.id))
+_LINES: Final = _Source(
+    rows=_ADMITTED.join(schema.ledger_lines, _lines.event_id == _events.id),
+    instant=_EVENTS.instant,
+    dimensions=_EVENTS.dimensions,
+    sums={
+        "quantity": _lines.quantity_tokens,
+        "list_amount_pusd": _lines.quantity_tokens * _lines.list_unit_pusd,
+        "amount_pusd": _lines.amount_pusd,
+        "amount_without_cache_pusd": _lines.amount_without_cache_pusd,
+    },
+    token_class=_lines.token_class,
+)
+
+
+def _rollup(table: Table, sums: Mapping[str, str], token_class: ColumnElement[str] | None = None) -> _Source:
+    return _Source(
+        rows=table.join(schema.api_keys, _keys.id == table.c.api_key_id),
+        instant=table.c.bucket_start_us,
+        dimensions={
+            Dimension.TENANT: table.c.tenant_id,
+            Dimension.PROJECT: _keys.project_id,
+            Dimension.API_KEY: table.c.api_key_id,
+            Dimension.MODEL: table.c.model,
+        },
+        sums={name: table.c[column] for name, column in sums.items()},
+        token_class=token_class,
+    )
+
+
+_REQUEST_ROLLUPS: Final = _rollup(schema.request_rollups, {"requests": "requests"})
+_CLASS_ROLLUPS: Final = _rollup(
+    schema.class_rollups,
+    {
+        "quantity": "quantity_tokens",
+        "list_amount_pusd": "list_amount_pusd",
+        "amount_pusd": "amount_pusd",
+        "amount_without_cache_pusd": "amount_without_cache_pusd",
+    },
+    schema.class_rollups.c.token_class,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,30 +243,39 @@ class _Query:
     spans: Sequence[Span]
     by: Sequence[Dimension]
 
-    def from_events(self, connection: Connection) -> Iterable[_Row]:
-        ranges = [(self.spans[0].start, self.spans[-1].end)]
-        counted = self._sums(_EVENTS, {"requests": ONE}, ranges).where(text(schema.TERMINAL))
-        for row in connection.execute(counted).mappings():
+    def rows(self, connection: Connection) -> Iterator[_Row]:
+        """Full buckets from the roll-ups, and what spans cut off buckets from the events."""
+        full = _joined(full for span in self.spans if (full := _full_buckets(span)) is not None)
+        cut_off = _joined(part for span in self.spans for part in _cut_off(span))
+        for ranges, counted, rated in (
+            (full, _REQUEST_ROLLUPS, _CLASS_ROLLUPS),
+            (cut_off, _EVENTS, _LINES),
+        ):
+            if ranges:
+                yield from self._requests(connection, counted, ranges)
+                yield from self._classes(connection, rated, ranges)
+
+    def _requests(self, connection: Connection, source: _Source, ranges: Sequence[_Range]) -> Iterator[_Row]:
+        for row in connection.execute(self._sums(source, ranges)).mappings():
             yield row["place"], self._group(row), UsageTotals(requests=exact_sum(row, "requests"))
-        token_class = _lines.token_class
-        rated = self._sums(_LINES, _LINE_SUMS, ranges).add_columns(token_class).group_by(token_class)
-        for row in connection.execute(rated).mappings():
-            totals = ClassTotals(**{name: exact_sum(row, name) for name in _LINE_SUMS})
+
+    def _classes(self, connection: Connection, source: _Source, ranges: Sequence[_Range]) -> Iterator[_Row]:
+        for row in connection.execute(self._sums(source, ranges)).mappings():
+            totals = ClassTotals(**{name: exact_sum(row, name) for name in source.sums})
             by_class = {TokenClass(row["token_class"]): totals}
             yield row["place"], self._group(row), UsageTotals(by_class=by_class)
 
-    def _sums(
-        self, source: _Source, sums: Mapping[str, ColumnElement[int]], ranges: Sequence[_Range]
-    ) -> Select[Any]:
-        place: ColumnElement[int] = literal_column(
-            _place(str(source.instant), [span.start for span in self.spans])
-        )
-        apart = [source.dimensions[one].label(one) for one in self.by]
+    def _sums(self, source: _Source, ranges: Sequence[_Range]) -> Select[Any]:
+        starts = [span.start for span in self.spans]
+        place: ColumnElement[int] = literal_column(_place(str(source.instant), starts))
+        apart: list[ColumnElement[Any]] = [source.dimensions[one].label(one) for one in self.by]
+        if source.token_class is not None:
+            apart.append(source.token_class.label("token_class"))
         return (
-            select(place.label("place"), *apart, *exact_sums(sums))
+            select(place.label("place"), *apart, *exact_sums(source.sums))
             .select_from(source.rows)
             .where(or_(*(source.instant.between(start, end - 1) for start, end in ranges)))
-            .where(*self._conditions(source))
+            .where(source.is_counted, *self._conditions(source))
             .group_by("place", *apart)
         )
 

@@ -87,6 +87,9 @@ def add_project(database: Database, tenant_id: TenantId, name: str, at: datetime
     key, _ = create_key(
         database, tenant_id=tenant_id, label=name.split(maxsplit=1)[0], hasher=hasher, now=now
     )
+    with database.write() as connection:
+        belongs = update(schema.api_keys).where(schema.api_keys.c.id == key.id)
+        connection.execute(belongs.values(project_id=project_id))
     return project_id, key.id
 
 

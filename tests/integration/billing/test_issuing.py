@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from hashlib import sha256
 
-import msgspec
 import pytest
 from sqlalchemy import delete, insert, select, text, update
 from sqlalchemy.exc import DBAPIError
 
-from billing import schema
+from billing import rollups, schema
+from billing.accounts import KeyHasher, create_key
 from billing.calendar import month, zone_named
 from billing.errors import (
     DatabaseUnavailable,
@@ -25,10 +25,12 @@ from billing.ids import ProjectId, TenantId, new_id
 from billing.instants import Microseconds, from_datetime
 from billing.issuing import find_statement, issue_statement, list_statements, preview_statement
 from billing.money import PICODOLLARS_PER_CENT
+from billing.prices import price_in_force
+from billing.rating import rate_quantities
 from billing.reports import usage_report
 from billing.statements import LineKind, Status
 from billing.usage import TokenClass
-from tests.integration.billing.conftest import new_account
+from tests.integration.billing.conftest import Account, new_account
 from tests.unit.billing.builders import final
 
 MARCH = "2026-03"
@@ -43,10 +45,20 @@ AFTER_MARCH = at("UTC", 2026, 4, 2)
 AFTER_APRIL = at("UTC", 2026, 5, 2)
 
 
-def use(meter, account, when, *, project_id=None, **counts):
+def account_with_key_of(db, account, project_id: ProjectId) -> Account:
+    """The same tenant, with a key that belongs to a project."""
+    key, _ = create_key(
+        db, tenant_id=account.tenant.id, label="search", hasher=KeyHasher(bytes(32)), now=Microseconds(0)
+    )
+    with db.write() as connection:
+        moved = update(schema.api_keys).where(schema.api_keys.c.id == key.id)
+        connection.execute(moved.values(project_id=project_id))
+    return Account(tenant=account.tenant, key=key)
+
+
+def use(meter, account, when, **counts):
     """One settled request; returns its event."""
-    admission = msgspec.structs.replace(account.admission(admitted_at=when), project_id=project_id)
-    event = final(admission, **counts)
+    event = final(account.admission(admitted_at=when), **counts)
     meter.settle(event)
     meter.flush()
     return event
@@ -57,23 +69,17 @@ def issue(db, account, period=MARCH, now=AFTER_MARCH):
 
 
 def correct(db, event, *, kind: str, accounted_at: Microseconds, quantity: int) -> None:
-    """A signed row that points at the event's, with a line of input tokens."""
+    """A signed row that points at the event's, with a line of input tokens, and its roll-up."""
+    price = price_in_force(db, model=event.admission.model, at=event.admission.admitted_at)
+    (line,) = rate_quantities([(TokenClass.INPUT, quantity)], price)
     with db.write() as connection:
-        posted = schema.usage_events.c
+        posted = select(schema.usage_events).where(text(schema.TERMINAL))
         original = connection.execute(
-            select(schema.usage_events).where(
-                posted.request_id == event.request_id, posted.original_id.is_(None)
-            )
+            posted.where(schema.usage_events.c.request_id == event.request_id)
         ).one()
-        version = (
-            connection.execute(
-                select(schema.price_versions.c.id).where(schema.price_versions.c.token_class == "input")
-            )
-            .scalars()
-            .first()
-        )
+        correction_id = new_id()
         changed = {
-            "id": (correction_id := new_id()),
+            "id": correction_id,
             "payload_digest": correction_id.bytes * 2,
             "kind": kind,
             "original_id": original.id,
@@ -86,17 +92,27 @@ def correct(db, event, *, kind: str, accounted_at: Microseconds, quantity: int) 
         connection.execute(
             insert(schema.ledger_lines).values(
                 id=new_id(),
-                event_id=changed["id"],
-                token_class="input",
-                quantity_tokens=quantity,
-                list_unit_pusd=INPUT_PUSD,
-                discount_basis_points=0,
-                unit_pusd=INPUT_PUSD,
-                amount_pusd=quantity * INPUT_PUSD,
-                amount_without_cache_pusd=quantity * INPUT_PUSD,
-                price_version_id=version,
+                event_id=correction_id,
+                token_class=line.token_class.value,
+                quantity_tokens=line.quantity,
+                list_unit_pusd=line.list_unit_pusd,
+                discount_basis_points=line.discount_basis_points,
+                unit_pusd=line.unit_pusd,
+                amount_pusd=line.amount_pusd,
+                amount_without_cache_pusd=line.amount_without_cache_pusd,
+                price_version_id=line.price_version_id,
             )
         )
+        posted_correction = rollups.PostedEvent(
+            admission=event.admission,
+            accounted_at=accounted_at,
+            requests=0,
+            aborted=0,
+            usage_missing=0,
+            delivered=0,
+            lines=[line],
+        )
+        rollups.add(connection, [posted_correction])
 
 
 def test_a_statement_has_a_line_for_every_project_key_model_and_class(db, account, new_meter):
@@ -107,10 +123,11 @@ def test_a_statement_has_a_line_for_every_project_key_model_and_class(db, accoun
                 id=project_id, tenant_id=account.tenant.id, name="search", created_at_us=0
             )
         )
+    searching = account_with_key_of(db, account, project_id)
     meter = new_meter()
     use(meter, account, at("UTC", 2026, 3, 3), uncached=1_000, read=9_000, output=50)
     use(meter, account, at("UTC", 2026, 3, 4), uncached=500)
-    use(meter, account, at("UTC", 2026, 3, 5), project_id=project_id, write_5m=800, output=1)
+    use(meter, searching, at("UTC", 2026, 3, 5), write_5m=800, output=1)
     use(meter, account, at("UTC", 2026, 4, 1), uncached=77)
     one = issue(db, account)
     shown = [(line.project, line.token_class, line.quantity, line.amount_pusd) for line in one.lines]
@@ -122,7 +139,10 @@ def test_a_statement_has_a_line_for_every_project_key_model_and_class(db, accoun
         ("search", TokenClass.OUTPUT, 1, 15_000_000),
     ]
     assert {line.kind for line in one.lines} == {LineKind.USAGE}
-    assert {line.api_key for line in one.lines} == {f"first ({account.key.prefix}…)"}
+    assert {line.api_key for line in one.lines} == {
+        f"first ({account.key.prefix}…)",
+        f"search ({searching.key.prefix}…)",
+    }
     assert one.requests == 3
     assert one.savings.net_pusd == 9_000 * 2_700_000 - 800 * 750_000
     assert one.reconciliation.agrees
