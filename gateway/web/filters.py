@@ -22,6 +22,8 @@ from gateway.web.visits import TENANT, ZONE, Visit
 
 PERIOD: Final = "period"
 NUM_MONTHS: Final = 12
+MAX_OPTIONS: Final = 200
+"""More are no list that anybody would choose from."""
 ZONES: Final = (
     "UTC",
     "Europe/London",
@@ -103,8 +105,10 @@ def period_choice(visit: Visit, period: Period) -> Sequence[Choice]:
 def tenant_choice(visit: Visit) -> Sequence[Choice]:
     if not visit.is_admin:
         return ()
-    options = [("", "All tenants"), *((str(one.id), one.name) for one in visit.tenants)]
     chosen = "" if visit.tenant is None else str(visit.tenant.id)
+    if len(visit.tenants) > MAX_OPTIONS:
+        return (Choice(name=TENANT, label="Tenant's id", value=chosen),)
+    options = [("", "All tenants"), *((str(one.id), one.name) for one in visit.tenants)]
     return (Choice(name=TENANT, label="Tenant", value=chosen, options=options),)
 
 

@@ -52,6 +52,7 @@ STATEMENTS: Final = "/dashboard/statements"
 PROJECT: Final = "project"
 API_KEY: Final = "api_key"
 MODEL: Final = "model"
+MAX_LINES: Final = 200
 NO_USAGE: Final = "Nothing was used in this period."
 NO_PROJECT: Final = "no project"
 _FILTERS: Final = (PERIOD, PROJECT, API_KEY, MODEL)
@@ -209,7 +210,6 @@ class SpendingPage:
                 connection,
                 Selection(tenant_ids=visit.tenant_ids),
                 uncut(this_month.start, this_month.end, zone),
-                by=by,
             )
         budgets = (
             [] if tenant is None else list_budgets(self.visits.database, tenant_id=tenant.id, now=visit.now)
@@ -420,11 +420,20 @@ def table_panel(by: str, title: str, lines: Sequence[Line], spending: Spending, 
                 "Amount",
                 "Saved",
             ),
-            rows=[_cells(text(line.name, value=line.id), line.totals) for line in lines],
+            rows=[_cells(text(line.name, value=line.id), line.totals) for line in shown_lines(lines)],
             total=_cells(text("Total"), sum((line.totals for line in lines), UsageTotals())),
         ),
         links=_file_links(by, spending, visit),
     )
+
+
+def shown_lines(lines: Sequence[Line]) -> Sequence[Line]:
+    """At most `MAX_LINES`; what is left out is one more, so that all of them add up. A file has each."""
+    if len(lines) <= MAX_LINES:
+        return lines
+    rest = sum((line.totals for line in lines[MAX_LINES:]), UsageTotals())
+    others = Line(id="other", name=f"{len(lines) - MAX_LINES:,} others", totals=rest)
+    return [*lines[:MAX_LINES], others]
 
 
 def _file_links(by: str, spending: Spending, visit: Visit) -> Sequence[tuple[str, str]]:

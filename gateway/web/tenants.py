@@ -33,6 +33,7 @@ from gateway.edge.errors import InvalidRequest, NotFound
 from gateway.web import pages
 from gateway.web.panels import (
     Cell,
+    Choice,
     Field,
     Form,
     Panel,
@@ -50,6 +51,8 @@ from gateway.web.panels import (
 from gateway.web.visits import Visit, Visits, refused
 
 TENANTS: Final = "/dashboard/tenants"
+NAME: Final = "name"
+MAX_ROWS: Final = 200
 NEVER: Final = "never"
 MAX_DAYS: Final = 3_650
 _ONE: Final = TENANTS + "/{tenant_id}"
@@ -63,7 +66,7 @@ class TenantPages:
     visits: Visits
 
     def routes(self) -> Sequence[BaseRoute]:
-        reads = {TENANTS: self.show_list, _ONE: self.show_one}
+        reads = {TENANTS: (self.show_list, (NAME,)), _ONE: (self.show_one, ())}
         changes = {
             TENANTS: self.create,
             _ONE + "/keys": self.create_key,
@@ -73,8 +76,8 @@ class TenantPages:
         }
         return (
             *(
-                Route(path, self.visits.page(show, role=Role.ADMIN), methods=["GET"])
-                for path, show in reads.items()
+                Route(path, self.visits.page(show, known=known, role=Role.ADMIN), methods=["GET"])
+                for path, (show, known) in reads.items()
             ),
             *(
                 Route(path, self.visits.form(act, role=Role.ADMIN), methods=["POST"])
@@ -89,7 +92,9 @@ class TenantPages:
             visit,
             active="tenants",
             title="Tenants",
-            subtitle=f"{len(rows)} in all · month in UTC",
+            subtitle=f"{len(visit.tenants):,} in all · month in UTC",
+            action=TENANTS,
+            choices=(Choice(name=NAME, label="Name contains", value=visit.query.one(NAME) or ""),),
             panels=(list_panel(rows, visit), new_tenant_panel()),
             has_chart=False,
         )
@@ -195,17 +200,17 @@ class TenantPages:
         )
 
     def _list(self, visit: Visit) -> Sequence[TenantRow]:
+        asked = (visit.query.one(NAME) or "").casefold()
+        listed = [one for one in visit.tenants if asked in one.name.casefold()][:MAX_ROWS]
         this_month = month(month_of(visit.now, UTC_ZONE), UTC_ZONE)
         used = grouped_usage(
             self._database,
-            Selection(),
+            Selection(tenant_ids=[one.id for one in listed]),
             uncut(this_month.start, this_month.end, UTC_ZONE),
             by=[Dimension.TENANT],
         )
         totals = {one.group.tenant_id: one.totals for one in used}
-        return [
-            TenantRow(tenant=tenant, totals=totals.get(tenant.id, UsageTotals())) for tenant in visit.tenants
-        ]
+        return [TenantRow(tenant=one, totals=totals.get(one.id, UsageTotals())) for one in listed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +224,8 @@ class TenantRow:
 def list_panel(rows: Sequence[TenantRow], visit: Visit) -> Panel:
     return Panel(
         key="tenants",
-        title="All tenants",
+        title="By name",
+        hint=f"The first {MAX_ROWS} whose name fits." if len(rows) == MAX_ROWS else "",
         is_wide=True,
         table=Table(
             caption="With the month so far",
@@ -238,7 +244,10 @@ def list_panel(rows: Sequence[TenantRow], visit: Visit) -> Panel:
                 )
                 for row in rows
             ],
-        ),
+        )
+        if rows
+        else None,
+        empty="No tenant has such a name.",
     )
 
 

@@ -21,7 +21,16 @@ from zoneinfo import ZoneInfo
 from starlette.requests import Request
 from starlette.responses import Response
 
-from billing.accounts import KeyDigest, KeyHasher, Principal, Role, Tenant, authenticate, list_tenants
+from billing.accounts import (
+    KeyDigest,
+    KeyHasher,
+    Principal,
+    Role,
+    Tenant,
+    authenticate,
+    find_tenant,
+    list_tenants,
+)
 from billing.calendar import UTC_ZONE, zone_named
 from billing.db import Database
 from billing.errors import BillingError, DatabaseUnavailable, MeterUnavailable
@@ -207,9 +216,8 @@ class Visits:
         return await self.run(lambda: self._seen_by(request, session, principal, query))
 
     def _seen_by(self, request: Request, session: Session, principal: Principal, query: Query) -> Visit:
-        everybody = list_tenants(self.database)
         is_admin = principal.role is Role.ADMIN
-        visible = [one for one in everybody if is_admin or one.id == principal.tenant_id]
+        visible = list_tenants(self.database) if is_admin else [self._own(principal)]
         asked = query.one(TENANT) if is_admin else query.one(TENANT) or str(principal.tenant_id)
         tenant = _chosen(visible, asked) if asked else None
         return Visit(
@@ -222,6 +230,9 @@ class Visits:
             zone=query.zone(ZONE, default=self._zone_of(tenant).key),
             now=self.clock(),
         )
+
+    def _own(self, principal: Principal) -> Tenant:
+        return find_tenant(self.database, name=principal.tenant_name)
 
     def _zone_of(self, tenant: Tenant | None) -> ZoneInfo:
         if tenant is None:

@@ -8,7 +8,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
+from billing.ids import new_id
 from tests.browser.conftest import DESKTOP, Visitor
+from tests.browser.test_admin import BOOK
 from tests.browser.town import Town, running_town
 
 PAGES = (
@@ -65,6 +67,25 @@ def test_axe_finds_nothing_serious_on_any_page_of_an_operator(visitor: Visitor, 
         page.goto(address)
         open_all(page)
         assert grave_faults(page) == [], address
+
+
+def test_axe_finds_nothing_serious_in_the_answers_to_forms(visitor: Visitor, town: Town) -> None:
+    page = visitor.page
+    visitor.sign_in_as(town.operator)
+    page.goto(f"{town.site.dashboard}/prices")
+    page.get_by_label("Price book").fill(BOOK)
+    page.get_by_role("button", name="Show the differences").click()
+    page.locator("#changes").wait_for()
+    assert grave_faults(page) == []
+    page.goto(f"{town.site.dashboard}/tenants/{town.beta.tenant.id}")
+    page.get_by_label("Label").fill(f"shown-{new_id()}")
+    page.get_by_role("button", name="Create key").click()
+    page.locator("#secret").wait_for()
+    assert grave_faults(page) == []
+    page.goto(f"{town.site.dashboard}/tenants/{town.beta.tenant.id}?tenant=nobody")
+    page.get_by_role("alert").wait_for()
+    assert grave_faults(page) == []
+    visitor.complaints.clear()
 
 
 def test_axe_finds_nothing_serious_on_any_page_of_a_tenant(visitor: Visitor, town: Town) -> None:

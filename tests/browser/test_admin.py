@@ -59,7 +59,7 @@ def test_a_tenant_gets_a_key_that_is_shown_once_works_and_is_revoked(
     visitor: Visitor, site: Site, operator: Customer
 ) -> None:
     page = open_admin(visitor, operator, "/dashboard/tenants")
-    page.get_by_label("Name").fill("Gamma & <i>Daughters</i>")
+    page.get_by_label("Name", exact=True).fill("Gamma & <i>Daughters</i>")
     page.get_by_role("button", name="Create tenant").click()
     expect(page.get_by_role("heading", name="Gamma & <i>Daughters</i>")).to_be_visible()
     page.get_by_label("Label").fill("ci")
@@ -84,10 +84,19 @@ def test_a_name_that_is_taken_is_refused_in_words(
     visitor: Visitor, operator: Customer, acme: Customer
 ) -> None:
     page = open_admin(visitor, operator, "/dashboard/tenants")
-    page.get_by_label("Name").fill(acme.tenant.name)
+    page.get_by_label("Name", exact=True).fill(acme.tenant.name)
     page.get_by_role("button", name="Create tenant").click()
     expect(page.get_by_role("alert")).to_have_text("There is a tenant named 'Acme Chat'.")
     visitor.complaints.clear()
+
+
+def test_tenants_are_found_by_name(visitor: Visitor, operator: Customer, acme: Customer) -> None:
+    page = open_admin(visitor, operator, "/dashboard/tenants")
+    assert {row["Name"] for row in rows(page, "tenants")} >= {str(acme.tenant.id), str(operator.tenant.id)}
+    page.get_by_label("Name contains").fill("aCmE")
+    page.get_by_role("button", name="Show").click()
+    [found] = rows(page, "tenants")
+    assert (found["Name"], found["Requests"]) == (str(acme.tenant.id), "47")
 
 
 def test_a_budget_is_set_seen_by_its_tenant_and_removed(
