@@ -268,10 +268,10 @@ class Meter:
             if admission.request_id in self._holders:
                 self._narrowed[admission.request_id] = (admission, estimate)
 
-    def observe(self, event: UsageEvent) -> None:
+    def observe(self, event: UsageEvent) -> bool:
         """Keeps the counts known so far as evidence, should this process die before `settle`. One append.
 
-        Raises MeterClosed alone.
+        False when they are in memory alone, because the journal cannot be written. Raises MeterClosed alone.
         """
         with self._changed:
             self._require_open()
@@ -281,6 +281,8 @@ class Meter:
             except OSError:
                 self._counts["journal_failures"] += 1
                 _logger.exception("journal: evidence for request %s is in memory alone", event.request_id)
+                return False
+        return True
 
     def settle(self, event: UsageEvent) -> None:
         """The request has ended. One local append, no database, no waiting: fit for a `finally`.

@@ -179,9 +179,9 @@ class _Source:
 
 # A key belongs to one project for as long as it lives, so roll-ups need not say which.
 _keys: Final = schema.api_keys.c
-_ADMITTED: Final = schema.usage_events.join(
-    schema.requests, schema.requests.c.id == _events.request_id
-).join(schema.api_keys, _keys.id == schema.requests.c.api_key_id)
+_ADMITTED: Final = schema.usage_events.join(schema.requests, schema.requests.c.id == _events.request_id).join(
+    schema.api_keys, _keys.id == schema.requests.c.api_key_id
+)
 _EVENTS: Final = _Source(
     rows=_ADMITTED,
     instant=_events.accounted_at_us,

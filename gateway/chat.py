@@ -256,7 +256,7 @@ class ChatCompletions:
         try:
             with route.worker.carrying():
                 async with route.worker.client.generate(generate) as events:
-                    await relay(events, call.tally, head, _CallSink(call), account.observe)
+                    await relay(events, call.tally, head, _CallSink(call), account)
         except WorkerUnavailable as error:
             raise ServiceUnavailable(
                 "The model worker is not available.", code="worker_unavailable"

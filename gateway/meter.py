@@ -23,6 +23,7 @@ from gateway.limits import refusal_of
 from gateway.relay import Tally
 
 OBSERVE_EVERY_TOKENS: Final = 32
+POSTING_SECONDS: Final = 5
 UNSUPPORTED_LAYERS: Final = "unsupported_layers"
 """Why a model that keeps more than keys and values misses every prompt."""
 
@@ -51,6 +52,7 @@ class Account:
         self._started_ns = started_ns
         self._clock = clock
         self._observed_total = 0
+        self._is_settled = False
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[Standing | None]:
@@ -90,6 +92,22 @@ class Account:
             self._meter.observe(self._event(UsageKind.ABORTED))
             self._observed_total = total
 
+    async def conclude(self) -> None:
+        """Notes all that was used, before the client is told that the answer is whole.
+
+        In the journal; where that cannot be written, in the database. Raises
+        `ServiceUnavailable` when neither can: nothing is told that could be forgotten.
+        """
+        if self._meter.observe(self._event(UsageKind.ABORTED)):
+            return
+        self._settle()
+        try:
+            await asyncio.to_thread(self._meter.flush, timeout_seconds=POSTING_SECONDS)
+        except MeterRefusal as error:
+            raise ServiceUnavailable(
+                "What this request used cannot be written down.", code="meter_unavailable"
+            ) from error
+
     def _narrow(self) -> None:
         """The worker has told what comes from the cache: no more than the rest needs to stay reserved."""
         started = self._tally.started
@@ -98,6 +116,9 @@ class Account:
             self._meter.narrow(self._admission, self._estimate)
 
     def _settle(self) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = True
         is_final = self._tally.finish_reason is not None
         self._meter.settle(self._event(UsageKind.FINAL if is_final else UsageKind.ABORTED))
 

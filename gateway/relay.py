@@ -155,13 +155,22 @@ class Sink(Protocol):
     async def whole(self, started: Started, body: bytes) -> None: ...
 
 
-Observe = Callable[[], None]
+class Bookkeeper(Protocol):
+    """Who notes what was used, while it is used."""
+
+    def observe(self) -> None:
+        """Now and then, in case this process dies."""
+
+    async def conclude(self) -> None:
+        """Before the client is told that the answer is whole: write first, acknowledge second."""
+
+
 Events = AsyncIterator[Event]
-Relay = Callable[[Events, Tally, AnswerHead, Sink, Observe], Awaitable[None]]
+Relay = Callable[[Events, Tally, AnswerHead, Sink, Bookkeeper], Awaitable[None]]
 
 
 async def relay_stream(
-    events: Events, tally: Tally, head: AnswerHead, sink: Sink, observe: Observe, *, include_usage: bool
+    events: Events, tally: Tally, head: AnswerHead, sink: Sink, books: Bookkeeper, *, include_usage: bool
 ) -> None:
     """Sends each event's text as it comes. `[DONE]` follows the last choice's `Finished` alone.
 
@@ -172,26 +181,27 @@ async def relay_stream(
         tally.add(event)
         match event:
             case Started():
-                observe()
+                books.observe()
                 await sink.begin_stream(event)
                 await sink.send(b"".join(map(encoder.role, range(tally.num_choices))))
             case Token(text=text, choice=choice):
-                observe()
+                books.observe()
                 if text:
                     await sink.send(encoder.text(choice, text))
                 tally.mark_delivered()
             case Finished() if tally.is_finished:
+                await books.conclude()
                 usage = encoder.usage(tally.counts) if include_usage else b""
                 await sink.end_stream(_end_of_choice(encoder, event) + usage + openai.DONE_EVENT)
                 tally.mark_delivered()
             case Finished():
-                observe()
+                books.observe()
                 await sink.send(_end_of_choice(encoder, event))
                 tally.mark_delivered()
             case Failed():
                 raise failure_of(event)
             case Prefilled():
-                observe()
+                books.observe()
 
 
 def _end_of_choice(encoder: openai.ChunkEncoder, event: Finished) -> bytes:
@@ -199,20 +209,21 @@ def _end_of_choice(encoder: openai.ChunkEncoder, event: Finished) -> bytes:
     return text + encoder.finish(event.choice, event.reason)
 
 
-async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink, observe: Observe) -> None:
+async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink, books: Bookkeeper) -> None:
     """Collects the texts and sends one body. Raises as `relay_stream` does."""
     texts: list[list[str]] = [[] for _ in range(tally.num_choices)]
     async for event in events:
         tally.add(event)
         match event:
             case Token(text=text, choice=choice):
-                observe()
+                books.observe()
                 texts[choice].append(text)
             case Finished(text=text, choice=choice):
                 texts[choice].append(text)
                 if not tally.is_finished:
-                    observe()
+                    books.observe()
                     continue
+                await books.conclude()
                 choices = zip(map("".join, texts), tally.finish_reasons, strict=True)
                 body = openai.encode_completion(head, choices=choices, counts=tally.counts)
                 assert tally.started is not None, "the tally takes no Finished before Started"
@@ -221,4 +232,4 @@ async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink
             case Failed():
                 raise failure_of(event)
             case Started() | Prefilled():
-                observe()
+                books.observe()

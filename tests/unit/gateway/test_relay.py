@@ -70,6 +70,23 @@ class Recorder:
         return [event.removeprefix("data: ") for event in b"".join(self.sent).decode().split("\n\n") if event]
 
 
+class Books:
+    """Notes what it is told, and whether the end was noted before it was sent."""
+
+    def __init__(self, tally: Tally, sink: Recorder) -> None:
+        self._tally = tally
+        self._sink = sink
+        self.observed: list[int] = []
+        self.concluded: list[int] = []
+
+    def observe(self) -> None:
+        self.observed.append(self._tally.counts.total)
+
+    async def conclude(self) -> None:
+        assert not self._sink.ended, "written first, acknowledged second"
+        self.concluded.append(self._tally.counts.total)
+
+
 def test_nothing_is_counted_before_the_start():
     assert tally_of().counts == UsageCounts()
 
@@ -138,10 +155,8 @@ async def test_a_stream_is_role_texts_finish_usage_and_done():
         token("lo", 1, 2),
         Finished(reason="length", text="!", output_tokens=4),
     ]
-    observed = []
-    await relay_stream(
-        replay(events), tally, HEAD, sink, lambda: observed.append(tally.counts.total), include_usage=True
-    )
+    books = Books(tally, sink)
+    await relay_stream(replay(events), tally, HEAD, sink, books, include_usage=True)
     *chunks, done = sink.events
     parsed = [json.loads(chunk) for chunk in chunks]
     assert done == "[DONE]"
@@ -156,13 +171,14 @@ async def test_a_stream_is_role_texts_finish_usage_and_done():
     assert parsed[-2]["choices"][0]["finish_reason"] == "length"
     assert parsed[-1]["usage"]["total_tokens"] == 44
     assert tally.delivered == 4
-    assert observed == [32, 36, 41, 42, 44]
+    assert books.observed == [32, 36, 41, 42, 44]
+    assert books.concluded == [44]
 
 
 async def test_the_end_of_a_stream_without_usage_has_none():
     sink, tally = Recorder(), Tally(prompt_tokens=40, clock=lambda: 0)
     events = [STARTED, Finished(reason="stop", text="", output_tokens=0)]
-    await relay_stream(replay(events), tally, HEAD, sink, lambda: None, include_usage=False)
+    await relay_stream(replay(events), tally, HEAD, sink, Books(tally, sink), include_usage=False)
     assert len(sink.events) == 3
     assert "usage" not in json.loads(sink.events[1])
 
@@ -170,7 +186,7 @@ async def test_the_end_of_a_stream_without_usage_has_none():
 async def test_a_whole_answer_joins_every_text():
     sink, tally = Recorder(), Tally(prompt_tokens=40, clock=lambda: 0)
     events = [STARTED, token("Hel"), token("lo"), Finished(reason="stop", text="!", output_tokens=2)]
-    await relay_whole(replay(events), tally, HEAD, sink, lambda: None)
+    await relay_whole(replay(events), tally, HEAD, sink, Books(tally, sink))
     answer = json.loads(b"".join(sink.sent))
     assert answer["choices"][0]["message"]["content"] == "Hello!"
     assert answer["usage"]["prompt_tokens"] == 40
@@ -191,7 +207,7 @@ async def test_a_worker_that_gives_up_ends_the_answer_with_an_error(code, refusa
     events = [STARTED, token("a"), Failed(code=code, message="secret detail")]
     options = {"include_usage": False} if relay is relay_stream else {}
     with pytest.raises(refusal) as caught:
-        await relay(replay(events), tally, HEAD, sink, lambda: None, **options)
+        await relay(replay(events), tally, HEAD, sink, Books(tally, sink), **options)
     assert isinstance(caught.value, ApiError)
     assert "secret detail" not in caught.value.message
     assert not sink.ended
@@ -238,7 +254,7 @@ def test_a_failure_ends_the_choices_that_are_left_and_nothing_is_final():
 
 async def test_a_stream_of_several_choices_numbers_them_and_ends_with_the_last():
     sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
-    await relay_stream(replay(TWO_CHOICES), tally, HEAD, sink, lambda: None, include_usage=True)
+    await relay_stream(replay(TWO_CHOICES), tally, HEAD, sink, Books(tally, sink), include_usage=True)
     *chunks, last, done = sink.events
     choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
     texts, ends, roles = ["", ""], {}, []
@@ -254,7 +270,9 @@ async def test_a_stream_of_several_choices_numbers_them_and_ends_with_the_last()
 
 async def test_a_whole_answer_has_every_choice_in_order():
     sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
-    await relay_whole(replay(TWO_CHOICES), tally, HEAD, sink, lambda: None)
+    books = Books(tally, sink)
+    await relay_whole(replay(TWO_CHOICES), tally, HEAD, sink, books)
+    assert books.concluded == [46]
     answer = json.loads(b"".join(sink.sent))
     told = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in answer["choices"]]
     assert told == [(0, "a!", "stop"), (1, "bcd?", "length")]
