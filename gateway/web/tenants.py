@@ -42,6 +42,7 @@ from gateway.web.panels import (
     code,
     columns,
     count,
+    link,
     moment,
     money,
     nothing,
@@ -55,6 +56,12 @@ NAME: Final = "name"
 MAX_ROWS: Final = 200
 NEVER: Final = "never"
 MAX_DAYS: Final = 3_650
+_PAGES_OF_A_TENANT: Final = {
+    "Cache": "/dashboard/cache",
+    "Usage": "/dashboard/usage",
+    "Requests": "/dashboard/requests",
+    "Statements": "/dashboard/statements",
+}
 _ONE: Final = TENANTS + "/{tenant_id}"
 
 T = TypeVar("T")
@@ -278,6 +285,7 @@ def keys_panel(tenant: Tenant, keys: Sequence[ApiKey], visit: Visit) -> Panel:
         if keys
         else None,
         empty="No key yet.",
+        links=[(label, link(path, {}, tenant=str(tenant.id))) for label, path in _PAGES_OF_A_TENANT.items()],
     )
 
 

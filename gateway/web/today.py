@@ -56,6 +56,7 @@ class TodayPage:
             visit,
             active="today",
             has_chart=bool(hours),
+            whose=visit.principal.tenant_name if visit.tenant is None else visit.tenant.name,
             day=instants.to_datetime(report.start),
             as_of=instants.to_datetime(visit.now),
             rows=usage.rows_of(report),
