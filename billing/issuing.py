@@ -317,14 +317,13 @@ def _reconciliation(
         (schema.usage_events.c[name] for name in schema.COUNT_COLUMNS[1:]),
         start=schema.usage_events.c[schema.COUNT_COLUMNS[0]],
     )
-    events = select(*exact_sums({"tokens": counts})).where(in_period)
-    ledger = (
-        select(*exact_sums({"tokens": _lines.quantity_tokens, "pusd": _lines.amount_pusd}))
-        .select_from(schema.usage_events.join(schema.ledger_lines, _lines.event_id == _events.id))
-        .where(in_period)
+    [counted] = exact_sums(connection, {"tokens": counts}, lambda sums: select(*sums).where(in_period))
+    posted_lines = schema.usage_events.join(schema.ledger_lines, _lines.event_id == _events.id)
+    [posted] = exact_sums(
+        connection,
+        {"tokens": _lines.quantity_tokens, "pusd": _lines.amount_pusd},
+        lambda sums: select(*sums).select_from(posted_lines).where(in_period),
     )
-    counted = connection.execute(events).mappings().one()
-    posted = connection.execute(ledger).mappings().one()
     reported = sum((one.totals for one in usage), UsageTotals()).of(TokenClass)
     return Reconciliation(
         events_tokens=exact_sum(counted, "tokens"),

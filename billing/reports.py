@@ -46,6 +46,7 @@ MAX_SPANS: Final = 1_500
 
 _events: Final = schema.usage_events.c
 _lines: Final = schema.ledger_lines.c
+_keys: Final = schema.api_keys.c
 
 
 class Dimension(StrEnum):
@@ -148,7 +149,7 @@ def usage_within(
     assert all(earlier.end == later.start for earlier, later in pairwise(spans)), "spans leave no gaps"
     if not spans:
         return []
-    query = _Query(selection=selection, spans=spans, by=list(by))
+    query = _Query.made(connection, selection, spans, by)
     found: dict[tuple[int, Group], UsageTotals] = {}
     for place, group, totals in query.rows(connection):
         found[place, group] = found.get((place, group), UsageTotals()) + totals
@@ -177,17 +178,12 @@ class _Source:
     is_counted: ColumnElement[bool] = field(default_factory=true)
 
 
-# A key belongs to one project for as long as it lives, so roll-ups need not say which.
-_keys: Final = schema.api_keys.c
-_ADMITTED: Final = schema.usage_events.join(schema.requests, schema.requests.c.id == _events.request_id).join(
-    schema.api_keys, _keys.id == schema.requests.c.api_key_id
-)
+_ADMITTED: Final = schema.usage_events.join(schema.requests, schema.requests.c.id == _events.request_id)
 _EVENTS: Final = _Source(
     rows=_ADMITTED,
     instant=_events.accounted_at_us,
     dimensions={
         Dimension.TENANT: _events.tenant_id,
-        Dimension.PROJECT: _keys.project_id,
         Dimension.API_KEY: schema.requests.c.api_key_id,
         Dimension.MODEL: _events.model,
     },
@@ -211,11 +207,10 @@ _LINES: Final = _Source(
 
 def _rollup(table: Table, sums: Mapping[str, str], token_class: ColumnElement[str] | None = None) -> _Source:
     return _Source(
-        rows=table.join(schema.api_keys, _keys.id == table.c.api_key_id),
+        rows=table,
         instant=table.c.bucket_start_us,
         dimensions={
             Dimension.TENANT: table.c.tenant_id,
-            Dimension.PROJECT: _keys.project_id,
             Dimension.API_KEY: table.c.api_key_id,
             Dimension.MODEL: table.c.model,
         },
@@ -239,9 +234,26 @@ _CLASS_ROLLUPS: Final = _rollup(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Query:
+    """`apart` is what rows are grouped by in SQL: keys instead of projects."""
+
     selection: Selection
     spans: Sequence[Span]
-    by: Sequence[Dimension]
+    by: Collection[Dimension]
+    apart: Sequence[Dimension]
+    projects: Mapping[ApiKeyId, ProjectId | None]
+
+    @classmethod
+    def made(
+        cls, connection: Connection, selection: Selection, spans: Sequence[Span], by: Collection[Dimension]
+    ) -> _Query:
+        apart = [one for one in by if one is not Dimension.PROJECT]
+        projects: Mapping[ApiKeyId, ProjectId | None] = {}
+        if Dimension.PROJECT in by:
+            # A key belongs to one project for as long as it lives: no row need be joined with it.
+            projects = _projects(connection, selection)
+            if Dimension.API_KEY not in apart:
+                apart.append(Dimension.API_KEY)
+        return cls(selection=selection, spans=spans, by=by, apart=apart, projects=projects)
 
     def rows(self, connection: Connection) -> Iterator[_Row]:
         """Full buckets from the roll-ups, and what spans cut off buckets from the events."""
@@ -256,41 +268,68 @@ class _Query:
                 yield from self._classes(connection, rated, ranges)
 
     def _requests(self, connection: Connection, source: _Source, ranges: Sequence[_Range]) -> Iterator[_Row]:
-        for row in connection.execute(self._sums(source, ranges)).mappings():
+        for row in self._sums(connection, source, ranges):
             yield row["place"], self._group(row), UsageTotals(requests=exact_sum(row, "requests"))
 
     def _classes(self, connection: Connection, source: _Source, ranges: Sequence[_Range]) -> Iterator[_Row]:
-        for row in connection.execute(self._sums(source, ranges)).mappings():
+        for row in self._sums(connection, source, ranges):
             totals = ClassTotals(**{name: exact_sum(row, name) for name in source.sums})
             by_class = {TokenClass(row["token_class"]): totals}
             yield row["place"], self._group(row), UsageTotals(by_class=by_class)
 
-    def _sums(self, source: _Source, ranges: Sequence[_Range]) -> Select[Any]:
+    def _sums(
+        self, connection: Connection, source: _Source, ranges: Sequence[_Range]
+    ) -> Sequence[RowMapping]:
         starts = [span.start for span in self.spans]
         place: ColumnElement[int] = literal_column(_place(str(source.instant), starts))
-        apart: list[ColumnElement[Any]] = [source.dimensions[one].label(one) for one in self.by]
+        apart: list[ColumnElement[Any]] = [source.dimensions[one].label(one) for one in self.apart]
         if source.token_class is not None:
             apart.append(source.token_class.label("token_class"))
-        return (
-            select(place.label("place"), *apart, *exact_sums(source.sums))
-            .select_from(source.rows)
-            .where(or_(*(source.instant.between(start, end - 1) for start, end in ranges)))
-            .where(source.is_counted, *self._conditions(source))
-            .group_by("place", *apart)
-        )
+        within = or_(*(source.instant.between(start, end - 1) for start, end in ranges))
+
+        def build(sums: Sequence[ColumnElement[Any]]) -> Select[Any]:
+            chosen = select(place.label("place"), *apart, *sums).select_from(source.rows)
+            wanted = chosen.where(within, source.is_counted, *self._conditions(source))
+            # By no constant: the database would sort for it.
+            return wanted.group_by(*(["place"] if len(starts) > 1 else []), *apart)
+
+        rows = exact_sums(connection, source.sums, build)
+        # Without anything to group by there is one row even of nothing.
+        return [row for row in rows if not _is_empty(row, source)]
 
     def _conditions(self, source: _Source) -> Iterator[ColumnElement[bool]]:
         chosen = self.selection
-        wanted = (chosen.tenant_ids, chosen.project_ids, chosen.api_key_ids, chosen.models)
-        for dimension, values in zip(Dimension, wanted, strict=True):
+        wanted = {
+            Dimension.TENANT: chosen.tenant_ids,
+            Dimension.API_KEY: chosen.api_key_ids,
+            Dimension.MODEL: chosen.models,
+        }
+        for dimension, values in wanted.items():
             if values is not None:
                 yield source.dimensions[dimension].in_(values)
+        if chosen.project_ids is not None:
+            of_projects = select(_keys.id).where(_keys.project_id.in_(chosen.project_ids))
+            yield source.dimensions[Dimension.API_KEY].in_(of_projects)
         if chosen.tenant_ids is None:
             # No condition, but the way into an index that begins with the tenant.
             yield source.dimensions[Dimension.TENANT].in_(select(schema.tenants.c.id))
 
     def _group(self, row: RowMapping) -> Group:
-        return Group(**{one.value: row[one] for one in self.by})
+        named = {one.value: row[one] for one in self.by if one is not Dimension.PROJECT}
+        if Dimension.PROJECT in self.by:
+            named[Dimension.PROJECT.value] = self.projects[row[Dimension.API_KEY]]
+        return Group(**named)
+
+
+def _projects(connection: Connection, selection: Selection) -> dict[ApiKeyId, ProjectId | None]:
+    chosen = select(_keys.id, _keys.project_id)
+    if selection.tenant_ids is not None:
+        chosen = chosen.where(_keys.tenant_id.in_(selection.tenant_ids))
+    return {row.id: row.project_id for row in connection.execute(chosen)}
+
+
+def _is_empty(row: RowMapping, source: _Source) -> bool:
+    return all(value is None for name, value in row.items() if name.startswith(tuple(source.sums)))
 
 
 def _place(column: str, starts: Sequence[int], first: int = 0) -> str:

@@ -2,43 +2,56 @@
 
 Knows how each database adds up. Does not know what is added.
 
-PostgreSQL widens a sum by itself. SQLite's SUM raises when it passes 64 bits, so both
-halves of every value are summed, and put together again here: neither half's sum can
-pass 64 bits, below two milliard rows.
+PostgreSQL widens a sum by itself. SQLite's SUM raises when it passes 64 bits, which few
+sums do: then both halves of every value are summed, and put together again here. Neither
+half's sum can pass 64 bits, below two milliard rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
-from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, literal_column
+from sqlalchemy import BigInteger, ColumnElement, Connection, RowMapping, Select, cast, func, literal_column
+from sqlalchemy.exc import OperationalError
 
 ONE: Final = cast(literal_column("1"), BigInteger())
 """For counting rows."""
 
 _HALF_BITS: Final = 32
 _HALF_MASK: Final = 2**_HALF_BITS - 1
+_OVERFLOW: Final = "integer overflow"
+
+Build = Callable[[Sequence[ColumnElement[Any]]], Select[Any]]
+"""A query for these columns, among others."""
 
 
-def exact_sums(columns: Mapping[str, ColumnElement[int]]) -> list[ColumnElement[int]]:
-    """What to select; `exact_sum` reads each one from the row."""
-    return [
-        half.label(f"{name}_{part}")
-        for name, column in columns.items()
-        for part, half in (("high", func.sum(_high(column))), ("low", func.sum(_low(column))))
-    ]
+def exact_sums(
+    connection: Connection, columns: Mapping[str, ColumnElement[int]], build: Build
+) -> Sequence[RowMapping]:
+    """The rows of a query for sums; `exact_sum` reads each one from a row."""
+    whole = [func.sum(column).label(name) for name, column in columns.items()]
+    try:
+        return connection.execute(build(whole)).mappings().all()
+    except OperationalError as error:
+        if _OVERFLOW not in str(error.orig):
+            raise
+    return connection.execute(build(_halves(columns))).mappings().all()
 
 
 def exact_sum(row: RowMapping, name: str) -> int:
     """Zero, where no row was summed."""
+    if name in row:
+        return int(row[name] or 0)
     return (int(row[f"{name}_high"] or 0) << _HALF_BITS) + int(row[f"{name}_low"] or 0)
 
 
-# Literals, because PostgreSQL shifts by a 32-bit integer and a parameter would be a 64-bit one.
-def _high(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_rshift(literal_column(str(_HALF_BITS)))
-
-
-def _low(column: ColumnElement[int]) -> ColumnElement[int]:
-    return column.bitwise_and(literal_column(str(_HALF_MASK)))
+def _halves(columns: Mapping[str, ColumnElement[int]]) -> list[ColumnElement[Any]]:
+    return [
+        func.sum(half).label(f"{name}_{part}")
+        for name, column in columns.items()
+        for part, half in (
+            ("high", column.bitwise_rshift(_HALF_BITS)),
+            ("low", column.bitwise_and(_HALF_MASK)),
+        )
+    ]
