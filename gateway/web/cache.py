@@ -8,6 +8,7 @@ A later part adds a panel by a function that returns one, and a line in `panels_
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -130,8 +131,13 @@ class CachePage:
     async def show(self, visit: Visit) -> Response:
         period = period_of(visit, default="day")
         is_behind = not await self.visits.catch_up()
-        live = await live_caches(self.roster)
-        figures = await self.visits.run(lambda: self._figures(visit, period))
+        # Three sources that do not wait for each other.
+        live, usage, requests = await asyncio.gather(
+            live_caches(self.roster),
+            self.visits.run(lambda: self._usage(visit, period)),
+            self.visits.run(lambda: self._requests(visit, period)),
+        )
+        figures = CacheFigures(period=period, usage=usage, requests=requests)
         names = ScopeNames(self.secret, visit.tenants)
         return await self.visits.render(
             "page.html",
@@ -147,14 +153,12 @@ class CachePage:
             has_chart=True,
         )
 
-    def _figures(self, visit: Visit, period: Period) -> CacheFigures:
-        database = self.visits.database
-        used = grouped_usage(database, Selection(tenant_ids=visit.tenant_ids), period.spans)
-        return CacheFigures(
-            period=period,
-            usage={one.span: one.totals for one in used},
-            requests=outcomes(database, period.spans, tenant_ids=visit.tenant_ids, by=_FACETS),
-        )
+    def _usage(self, visit: Visit, period: Period) -> Mapping[Span, UsageTotals]:
+        used = grouped_usage(self.visits.database, Selection(tenant_ids=visit.tenant_ids), period.spans)
+        return {one.span: one.totals for one in used}
+
+    def _requests(self, visit: Visit, period: Period) -> Sequence[OutcomeGroup]:
+        return outcomes(self.visits.database, period.spans, tenant_ids=visit.tenant_ids, by=_FACETS)
 
 
 def tiles_of(figures: CacheFigures) -> Sequence[Tile]:
