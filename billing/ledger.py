@@ -33,7 +33,7 @@ from billing.limits import Standing, Throttling
 from billing.periods import hold_periods
 from billing.prices import BookHistory, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
-from billing.sql import among
+from billing.sql import among, insert_many
 from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
 
 ADJUSTMENT: Final = "adjustment"
@@ -402,8 +402,7 @@ def _write_lines(connection: Connection, drafts: Sequence[_Draft]) -> Mapping[Ev
             draft.quantities, book.price(admission.model, admission.admitted_at)
         )
     rows = [_line_row(event_id, line) for event_id, of_event in lines.items() for line in of_event]
-    if rows:
-        connection.execute(insert(schema.ledger_lines), rows)
+    insert_many(connection, schema.ledger_lines, rows)
     rollups.add(connection, [_posted(draft, lines.get(draft.event_id, ())) for draft in drafts])
     return lines
 
