@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, NewType
@@ -21,6 +22,7 @@ from typing import Final, NewType
 from billing import instants
 from billing.accounts import KeyDigest
 from billing.db import Database
+from billing.errors import DatabaseUnavailable
 from billing.instants import Clock, Microseconds
 from billing.sign_ins import (
     SignIn,
@@ -79,7 +81,9 @@ class SessionStore:
             forget_sign_in(self._database, found.token_digest)
             return None
         if now >= instants.later(found.last_used_at, USE_IS_WRITTEN_EVERY):
-            mark_used(self._database, found.token_digest, now=now)
+            # A page that only reads is shown also while nothing can be written.
+            with suppress(DatabaseUnavailable):
+                mark_used(self._database, found.token_digest, now=now)
         return Session(key_digest=found.key_digest, form_token=self._form_token(token))
 
     def close(self, token: SessionToken) -> None:
