@@ -71,6 +71,10 @@ class InvalidPriceBook(BillingError):
     """The book breaks a loading rule; nothing of it was published."""
 
 
+class InvalidDiscount(BillingError):
+    """A discount is a share of the price."""
+
+
 class BackdatedPrice(BillingError):
     """The version would change a price that is or was in force."""
 

@@ -31,7 +31,7 @@ from billing.ids import EventId, JournalId, ProcessId, RequestId, new_id
 from billing.instants import Microseconds
 from billing.limits import Standing, Throttling
 from billing.periods import hold_periods
-from billing.prices import BookHistory, RecentBook
+from billing.prices import BookHistory, ModelPrice, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
 from billing.sql import among, insert_many
 from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
@@ -291,11 +291,11 @@ def _correction(late: _Draft, known: _Earlier) -> _Draft:
 
 def narrow_all(connection: Connection, narrowed: Mapping[RequestId, tuple[Admission, Estimate]]) -> None:
     """Lets go of what these requests reserved and, as is known now, cannot use."""
-    book = BookHistory.load(connection, {admission.model for admission, _ in narrowed.values()})
+    book = _book_of(connection, [admission for admission, _ in narrowed.values()])
     budgets.narrow(
         connection,
         {
-            request_id: budgets.worst_case_pusd(book.price(admission.model, admission.admitted_at), estimate)
+            request_id: budgets.worst_case_pusd(_price_of(book, admission), estimate)
             for request_id, (admission, estimate) in narrowed.items()
         },
     )
@@ -393,18 +393,25 @@ def _insert_terminal(connection: Connection, drafts: Sequence[_Draft], now: Micr
 def _write_lines(connection: Connection, drafts: Sequence[_Draft]) -> Mapping[EventId, Sequence[LedgerLine]]:
     """Writes lines, and the roll-ups that they and their events are added to; returns the lines."""
     rated = [draft for draft in drafts if any(quantity for _, quantity in draft.quantities)]
-    book = BookHistory.load(connection, {draft.event.admission.model for draft in rated}) if rated else None
     lines: dict[EventId, Sequence[LedgerLine]] = {}
-    for draft in rated:
-        assert book is not None, "something is rated"
-        admission = draft.event.admission
-        lines[draft.event_id] = rate_quantities(
-            draft.quantities, book.price(admission.model, admission.admitted_at)
-        )
+    if rated:
+        book = _book_of(connection, [draft.event.admission for draft in rated])
+        for draft in rated:
+            price = _price_of(book, draft.event.admission)
+            lines[draft.event_id] = rate_quantities(draft.quantities, price)
     rows = [_line_row(event_id, line) for event_id, of_event in lines.items() for line in of_event]
     insert_many(connection, schema.ledger_lines, rows)
     rollups.add(connection, [_posted(draft, lines.get(draft.event_id, ())) for draft in drafts])
     return lines
+
+
+def _book_of(connection: Connection, admissions: Sequence[Admission]) -> BookHistory:
+    models, tenants = {one.model for one in admissions}, {one.tenant_id for one in admissions}
+    return BookHistory.load(connection, models, tenants)
+
+
+def _price_of(book: BookHistory, admission: Admission) -> ModelPrice:
+    return book.price(admission.model, admission.admitted_at, admission.tenant_id)
 
 
 def _posted(draft: _Draft, lines: Sequence[LedgerLine]) -> rollups.PostedEvent:

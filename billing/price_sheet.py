@@ -24,9 +24,13 @@ MAX_UNIT_PUSD: Final = 10**12
 """A dollar per token; more is a slip of the unit."""
 MAX_SHEET_CHARACTERS: Final = 4 * 1024 * 1024
 MAX_BOOK_NAME_CHARACTERS: Final = 128
+MAX_TENANT_CHARACTERS: Final = 128
 
 _WHOLE_BASIS_POINTS: Final = 10_000
 _OWN_PRICE: Final = (TokenClass.INPUT, TokenClass.OUTPUT)
+_TIERS: Final = (TokenClass.READ_HOST, TokenClass.READ_DISK, TokenClass.READ_REMOTE)
+"""Without a price of their own they cost what `read` costs."""
+_READS: Final = (TokenClass.READ, *_TIERS)
 _FROM_INPUT: Final = (
     TokenClass.READ,
     TokenClass.WRITE_AUTO,
@@ -37,9 +41,13 @@ _FROM_INPUT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceSheet:
-    """One checked book: picodollars per token, for every class of every model it names."""
+    """One checked book: picodollars per token (per token-hour for pins), for the models it names.
+
+    For everybody, or for the one tenant that it names.
+    """
 
     name: str
+    tenant: str | None
     currency: str
     units: Mapping[str, Mapping[TokenClass, int]]
 
@@ -67,7 +75,10 @@ def parse_price_sheet(source: str) -> PriceSheet:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InvalidPriceBook(f"not a price book in YAML: {error}") from error
     book = _mapping(
-        "the book", document, required={"book", "currency", "models"}, optional={"cache_basis_points"}
+        "the book",
+        document,
+        required={"book", "currency", "models"},
+        optional={"tenant", "cache_basis_points"},
     )
     if book["currency"] not in CURRENCIES:
         raise InvalidPriceBook(f"currency {book['currency']!r} is none of {', '.join(CURRENCIES)}")
@@ -77,6 +88,7 @@ def parse_price_sheet(source: str) -> PriceSheet:
         raise InvalidPriceBook("models: a book prices at least one")
     return PriceSheet(
         name=_name("book", book["book"], MAX_BOOK_NAME_CHARACTERS),
+        tenant=_name("tenant", book["tenant"], MAX_TENANT_CHARACTERS) if "tenant" in book else None,
         currency=book["currency"],
         units={
             _name("models", model, MAX_MODEL_CHARACTERS): _units(model, entry, ratios)
@@ -96,8 +108,8 @@ def _ratios(given: Any) -> dict[TokenClass, int]:
 
 def _units(model: str, entry: Any, ratios: Mapping[TokenClass, int]) -> dict[TokenClass, int]:
     own = {token_class.value for token_class in _OWN_PRICE}
-    derived = {token_class.value for token_class in _FROM_INPUT}
-    given = _mapping(f"models.{model}", entry, required=own, optional=derived)
+    optional = {token_class.value for token_class in (*_FROM_INPUT, *_TIERS, TokenClass.PIN)}
+    given = _mapping(f"models.{model}", entry, required=own, optional=optional)
     units = {
         TokenClass(name): _natural(f"models.{model}.{name}", unit, most=MAX_UNIT_PUSD)
         for name, unit in given.items()
@@ -124,8 +136,9 @@ def _share_of_input(
 
 def _check_order(model: str, units: Mapping[TokenClass, int]) -> None:
     input_unit = units[TokenClass.INPUT]
-    if units[TokenClass.READ] > input_unit:
-        raise InvalidPriceBook(f"models.{model}.read: a cached token costs more than a computed one")
+    for read in _READS:
+        if units.get(read, 0) > input_unit:
+            raise InvalidPriceBook(f"models.{model}.{read}: a cached token costs more than a computed one")
     for write in (TokenClass.WRITE_AUTO, TokenClass.WRITE_5M, TokenClass.WRITE_1H):
         if 0 < units[write] < input_unit:
             raise InvalidPriceBook(f"models.{model}.{write}: neither 0 nor at least the input price")

@@ -32,7 +32,7 @@ from billing.accounts import (
 from billing.db import open_database
 from billing.errors import BillingError
 from billing.ids import ApiKeyId
-from gateway import limit_commands, report_commands
+from gateway import limit_commands, price_commands, report_commands
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
 from gateway.bootstrap import (
@@ -74,6 +74,7 @@ tenants = typer.Typer(no_args_is_help=True, help="Who is billed.")
 keys = typer.Typer(no_args_is_help=True, help="How tenants prove who they are.")
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
+app.add_typer(price_commands.prices, name="prices")
 app.add_typer(limit_commands.budgets, name="budgets")
 app.add_typer(limit_commands.limits, name="limits")
 app.command("simulate")(simulate_trace)
@@ -215,6 +216,9 @@ def tenants_create(name: str) -> None:
     with open_current_database() as database:
         tenant = create_tenant(database, name=name, now=instants.now())
     typer.echo(f"{tenant.name} {tenant.id}")
+
+
+tenants.command("set-discount")(price_commands.discount)
 
 
 @tenants.command("list")

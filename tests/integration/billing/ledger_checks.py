@@ -45,10 +45,10 @@ def check_ledger(db: Database) -> None:
         assert line.amount_pusd == line.quantity_tokens * line.unit_pusd
         posted[line.event_id].add(tuple(line)[2:])
     with db.read() as connection:
-        book = BookHistory.load(connection, {row.model for row in events})
+        book = BookHistory.load(connection, {row.model for row in events}, {row.tenant_id for row in events})
     requests = states(db)
     for row in events:
-        lines = rate_quantities(quantities_of(row), book.price(row.model, row.admitted_at_us))
+        lines = rate_quantities(quantities_of(row), book.price(row.model, row.admitted_at_us, row.tenant_id))
         assert posted[row.id] == {line_columns(line) for line in lines}
         assert requests[row.request_id] == "settled"
     check_rollups(db)

@@ -92,6 +92,6 @@ def test_an_unknown_model_is_refused_unless_the_book_has_an_entry_for_any(db):
 
 
 def test_the_first_book_is_in_force_from_the_beginning_and_is_published_once(db):
-    assert ensure_published(db, default_price_sheet(), clock=lambda: T0) == 6
+    assert ensure_published(db, default_price_sheet(), clock=lambda: T0) == 7
     assert ensure_published(db, book(m=80), clock=lambda: T0) == 0
     assert input_unit(db, "any-model-at-all", 0) == 150_000

@@ -28,6 +28,7 @@ def test_the_default_book_prices_every_class_of_any_model():
             TokenClass.WRITE_5M: 187_500,
             TokenClass.WRITE_1H: 300_000,
             TokenClass.OUTPUT: 600_000,
+            TokenClass.PIN: 100_000,
         }
     }
 
