@@ -12,17 +12,19 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Final, NewType
 
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from billing import schema
+from billing import instants, schema
+from billing.calendar import zone_named
 from billing.db import Database
-from billing.errors import InvalidName, MalformedKey, NameTaken, UnknownKey, UnknownTenant
-from billing.ids import ApiKeyId, TenantId, new_id
+from billing.errors import InvalidName, MalformedKey, NameTaken, UnknownKey, UnknownProject, UnknownTenant
+from billing.ids import ApiKeyId, ProjectId, TenantId, new_id
 from billing.instants import Microseconds
 
 MAX_NAME_CHARACTERS: Final = 128
@@ -52,11 +54,15 @@ class Tenant:
     id: TenantId
     name: str
     created_at: Microseconds
+    time_zone: str = "UTC"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key without its secret. `prefix` (`hs-` and eight characters) is all of it that can be shown."""
+    """A key without its secret. `prefix` (`hs-` and eight characters) is all of it that can be shown.
+
+    `replaced_by` is the key that took its label when it was rotated: it lives on until it expires.
+    """
 
     id: ApiKeyId
     tenant_id: TenantId
@@ -66,6 +72,8 @@ class ApiKey:
     created_at: Microseconds
     expires_at: Microseconds | None
     revoked_at: Microseconds | None
+    project_id: ProjectId | None = None
+    replaced_by: ApiKeyId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,7 @@ class Principal:
     api_key_id: ApiKeyId
     role: Role
     expires_at: Microseconds | None
+    project_id: ProjectId | None = None
 
 
 class KeyHasher:
@@ -99,7 +108,7 @@ class KeyHasher:
 
 def create_tenant(db: Database, *, name: str, now: Microseconds) -> Tenant:
     """Raises InvalidName or NameTaken."""
-    _require_name("a tenant's name", name)
+    require_name("a tenant's name", name)
     tenant = Tenant(id=TenantId(new_id()), name=name, created_at=now)
     try:
         with db.write() as connection:
@@ -111,6 +120,19 @@ def create_tenant(db: Database, *, name: str, now: Microseconds) -> Tenant:
     except IntegrityError as error:
         raise NameTaken(f"there is a tenant named {name!r}") from error
     return tenant
+
+
+def set_zone(db: Database, *, tenant_id: TenantId, time_zone: str) -> None:
+    """Where the tenant's days and months begin from now on. Raises UnknownZone or UnknownTenant.
+
+    Statements that were issued keep theirs.
+    """
+    zone_named(time_zone)
+    tenants = schema.tenants
+    with db.write() as connection:
+        changed = update(tenants).where(tenants.c.id == tenant_id).values(time_zone=time_zone)
+        if connection.execute(changed).rowcount == 0:
+            raise UnknownTenant(f"no tenant has the id {tenant_id}")
 
 
 def find_tenant(db: Database, *, name: str) -> Tenant:
@@ -138,12 +160,14 @@ def create_key(
     now: Microseconds,
     role: Role = Role.TENANT,
     expires_at: Microseconds | None = None,
+    project_id: ProjectId | None = None,
 ) -> tuple[ApiKey, str]:
     """A new key, and its full text, which exists nowhere else and is shown once.
 
-    Raises InvalidName, NameTaken (a live key of the tenant has the label) or UnknownTenant.
+    Raises InvalidName, NameTaken (a live key of the tenant has the label), UnknownTenant or
+    UnknownProject (also of an archived one).
     """
-    _require_name("a key's label", label)
+    require_name("a key's label", label)
     prefix, full = generate_key()
     key = ApiKey(
         id=ApiKeyId(new_id()),
@@ -154,9 +178,12 @@ def create_key(
         created_at=now,
         expires_at=expires_at,
         revoked_at=None,
+        project_id=project_id,
     )
     try:
         with db.write() as connection:
+            if project_id is not None:
+                _require_open_project(connection, tenant_id, project_id)
             tenant = select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id)
             if connection.execute(tenant).one_or_none() is None:
                 raise UnknownTenant(f"no tenant has the id {tenant_id}")
@@ -164,6 +191,36 @@ def create_key(
     except IntegrityError as error:
         raise NameTaken(f"the tenant has a live key labelled {label!r}") from error
     return key, full
+
+
+def rotate_key(
+    db: Database, *, key_id: ApiKeyId, hasher: KeyHasher, now: Microseconds, grace: timedelta
+) -> tuple[ApiKey, str]:
+    """A successor with the key's label, role, project and expiry, and its full text. The old one works until
+    `now + grace`, or until it expires anyway.
+
+    Raises UnknownKey when there is no such key, or it is revoked, expired or was replaced before.
+    """
+    keys = schema.api_keys
+    prefix, full = generate_key()
+    with db.write() as connection:
+        row = connection.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
+        if row is None or row.revoked_at_us is not None or row.replaced_by is not None:
+            raise UnknownKey(f"no live key has the id {key_id}")
+        old = _api_key(row)
+        if old.expires_at is not None and old.expires_at <= now:
+            raise UnknownKey(f"the key {key_id} has expired")
+        until = instants.later(now, grace)
+        new = replace(old, id=ApiKeyId(new_id()), prefix=prefix, created_at=now)
+        ends = until if old.expires_at is None else min(until, old.expires_at)
+        # Under a label that nobody has, until the old key has left it.
+        digest = hasher.digest(full)
+        connection.execute(insert(keys).values(_key_values(replace(new, label=str(new.id)), digest)))
+        connection.execute(
+            update(keys).where(keys.c.id == key_id).values(replaced_by=new.id, expires_at_us=ends)
+        )
+        connection.execute(update(keys).where(keys.c.id == new.id).values(label=old.label))
+    return new, full
 
 
 def list_keys(db: Database, *, tenant_id: TenantId) -> Sequence[ApiKey]:
@@ -190,7 +247,9 @@ def authenticate(db: Database, digest: KeyDigest, *, now: Microseconds) -> Princ
     """None when no key has the digest, or when it is revoked or expired at `now`."""
     keys, tenants = schema.api_keys, schema.tenants
     chosen = (
-        select(keys.c.id, keys.c.tenant_id, tenants.c.name, keys.c.role, keys.c.expires_at_us)
+        select(
+            keys.c.id, keys.c.tenant_id, keys.c.project_id, tenants.c.name, keys.c.role, keys.c.expires_at_us
+        )
         .join(tenants, tenants.c.id == keys.c.tenant_id)
         .where(keys.c.digest == digest, keys.c.revoked_at_us.is_(None))
         .where(keys.c.expires_at_us.is_(None) | (keys.c.expires_at_us > now))
@@ -205,6 +264,7 @@ def authenticate(db: Database, digest: KeyDigest, *, now: Microseconds) -> Princ
         api_key_id=ApiKeyId(row.id),
         role=Role(row.role),
         expires_at=row.expires_at_us,
+        project_id=row.project_id,
     )
 
 
@@ -218,7 +278,7 @@ def _random_text(num_characters: int) -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(num_characters))
 
 
-def _require_name(what: str, name: str) -> None:
+def require_name(what: str, name: str) -> None:
     """Printable refuses control characters and lone surrogates, which neither database would take."""
     if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and name == name.strip()):
         raise InvalidName(
@@ -226,8 +286,17 @@ def _require_name(what: str, name: str) -> None:
         )
 
 
+def _require_open_project(connection: Connection, tenant_id: TenantId, project_id: ProjectId) -> None:
+    projects = schema.projects.c
+    chosen = select(projects.id).where(
+        projects.id == project_id, projects.tenant_id == tenant_id, projects.archived_at_us.is_(None)
+    )
+    if connection.execute(chosen).one_or_none() is None:
+        raise UnknownProject(f"the tenant has no open project with the id {project_id}")
+
+
 def _tenant(row: Row[Any]) -> Tenant:
-    return Tenant(id=TenantId(row.id), name=row.name, created_at=row.created_at_us)
+    return Tenant(id=TenantId(row.id), name=row.name, created_at=row.created_at_us, time_zone=row.time_zone)
 
 
 def _api_key(row: Row[Any]) -> ApiKey:
@@ -240,6 +309,8 @@ def _api_key(row: Row[Any]) -> ApiKey:
         created_at=row.created_at_us,
         expires_at=row.expires_at_us,
         revoked_at=row.revoked_at_us,
+        project_id=row.project_id,
+        replaced_by=row.replaced_by,
     )
 
 
@@ -247,6 +318,7 @@ def _key_values(key: ApiKey, digest: KeyDigest) -> dict[str, object]:
     return {
         "id": key.id,
         "tenant_id": key.tenant_id,
+        "project_id": key.project_id,
         "label": key.label,
         "prefix": key.prefix,
         "digest": digest,
@@ -254,4 +326,5 @@ def _key_values(key: ApiKey, digest: KeyDigest) -> dict[str, object]:
         "created_at_us": key.created_at,
         "expires_at_us": key.expires_at,
         "revoked_at_us": key.revoked_at,
+        "replaced_by": key.replaced_by,
     }

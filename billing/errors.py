@@ -35,6 +35,10 @@ class UnknownTenant(BillingError):
     """No such tenant."""
 
 
+class UnknownProject(BillingError):
+    """The tenant has no such project, or it is archived and takes no more keys."""
+
+
 class UnknownZone(BillingError):
     """No time zone of the IANA database has the name."""
 

@@ -198,6 +198,7 @@ class ChatCompletions:
                 request_id=call.request_id,
                 tenant_id=principal.tenant_id,
                 api_key_id=principal.api_key_id,
+                project_id=principal.project_id,
                 model=route.model,
                 admitted_at=instants.now(),
             ),

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final
 from uuid import UUID
 
@@ -28,10 +29,13 @@ from billing.accounts import (
     list_keys,
     list_tenants,
     revoke_key,
+    rotate_key,
+    set_zone,
 )
 from billing.db import open_database
 from billing.errors import BillingError
 from billing.ids import ApiKeyId
+from billing.projects import archive_project, create_project, find_project, list_projects
 from gateway import limit_commands, price_commands, report_commands
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
@@ -71,8 +75,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 tenants = typer.Typer(no_args_is_help=True, help="Who is billed.")
+projects = typer.Typer(no_args_is_help=True, help="What a tenant's keys and budgets are told apart by.")
 keys = typer.Typer(no_args_is_help=True, help="How tenants prove who they are.")
 app.add_typer(tenants, name="tenants")
+app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
 app.add_typer(price_commands.prices, name="prices")
 app.add_typer(limit_commands.budgets, name="budgets")
@@ -221,6 +227,44 @@ def tenants_create(name: str) -> None:
 tenants.command("set-discount")(price_commands.discount)
 
 
+@tenants.command("set-zone")
+def tenants_set_zone(
+    tenant: TenantOption, zone: Annotated[str, typer.Argument(help="Asia/Kolkata.")]
+) -> None:
+    """Say where a tenant's days and months begin."""
+    with open_current_database() as database:
+        set_zone(database, tenant_id=find_tenant(database, name=tenant).id, time_zone=zone)
+
+
+@projects.command("create")
+def projects_create(tenant: TenantOption, name: str) -> None:
+    """Add a project, for keys and budgets."""
+    with open_current_database() as database:
+        owner = find_tenant(database, name=tenant).id
+        project = create_project(database, tenant_id=owner, name=name, now=instants.now())
+    typer.echo(f"{project.name} {project.id}")
+
+
+@projects.command("list")
+def projects_list(tenant: TenantOption) -> None:
+    """Show a tenant's projects."""
+    with open_current_database() as database:
+        found = list_projects(database, tenant_id=find_tenant(database, name=tenant).id)
+    rows = [
+        (one.name, str(one.id), shown(one.created_at), "archived" if one.archived_at is not None else "open")
+        for one in found
+    ]
+    print_table(("project", "id", "created", "state"), rows)
+
+
+@projects.command("archive")
+def projects_archive(tenant: TenantOption, name: str) -> None:
+    """Give a project no more keys. Those that it has go on working."""
+    with open_current_database() as database:
+        owner = find_tenant(database, name=tenant).id
+        archive_project(database, tenant_id=owner, name=name, now=instants.now())
+
+
 @tenants.command("list")
 def tenants_list() -> None:
     """Show every tenant."""
@@ -234,19 +278,46 @@ def keys_create(
     tenant: TenantOption,
     label: Annotated[str, typer.Option(help="What the key is for; unique among the tenant's live keys.")],
     admin: Annotated[bool, typer.Option("--admin", help="May see every tenant's business.")] = False,
+    project: Annotated[str | None, typer.Option(help="A project's name; the key stays with it.")] = None,
+    expires: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"], help="UTC.")
+    ] = None,
 ) -> None:
     """Make a key. It is printed once, alone on standard output, and kept nowhere."""
     with open_current_database() as database:
+        tenant_id = find_tenant(database, name=tenant).id
         _, text = create_key(
             database,
-            tenant_id=find_tenant(database, name=tenant).id,
+            tenant_id=tenant_id,
             label=label,
             hasher=key_hasher(load_secret(settings_from())),
             now=instants.now(),
             role=Role.ADMIN if admin else Role.TENANT,
+            expires_at=None if expires is None else instants.from_datetime(expires.replace(tzinfo=UTC)),
+            project_id=None
+            if project is None
+            else find_project(database, tenant_id=tenant_id, name=project).id,
         )
     typer.echo(text)
     typer.echo("Keep it: it cannot be shown again.", err=True)
+
+
+@keys.command("rotate")
+def keys_rotate(
+    key_id: UUID,
+    grace_hours: Annotated[int, typer.Option(min=0, help="How long the old key goes on working.")] = 24,
+) -> None:
+    """Make a successor with the key's label. It is printed once; the old key works for a while yet."""
+    with open_current_database() as database:
+        _, text = rotate_key(
+            database,
+            key_id=ApiKeyId(key_id),
+            hasher=key_hasher(load_secret(settings_from())),
+            now=instants.now(),
+            grace=timedelta(hours=grace_hours),
+        )
+    typer.echo(text)
+    typer.echo(f"Keep it: it cannot be shown again. The old key works for {grace_hours} hours.", err=True)
 
 
 @keys.command("list")
