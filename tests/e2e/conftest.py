@@ -16,7 +16,7 @@ import httpx
 import msgspec
 import openai
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from billing import schema
 from billing.db import open_database
@@ -79,6 +79,19 @@ class Product:
             database.read() as connection,
         ):
             return [dict(row) for row in connection.execute(query).mappings()]
+
+    def wait_until_posted(self) -> None:
+        """Every request that was begun has its event: what is settled waits a moment for others."""
+        query = select(func.count()).select_from(schema.requests).where(schema.requests.c.state == "admitted")
+
+        def num_open() -> int:
+            with (
+                open_database(f"sqlite:///{self.home / 'headstart.db'}") as database,
+                database.read() as connection,
+            ):
+                return int(connection.execute(query).scalar_one())
+
+        wait_until(num_open, lambda count: count == 0)
 
     def event_of(self, request_id: str) -> dict[str, Any]:
         """The one usage event of a request, once it is posted."""

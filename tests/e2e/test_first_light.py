@@ -184,6 +184,7 @@ def hang_up(product: Product, *, stream: bool, after_first_token: bool, seed: in
 def test_a_hang_up_stops_the_worker_and_leaves_one_event(
     product: Product, stream: bool, after_first_token: bool
 ) -> None:
+    product.wait_until_posted()
     before, events_before = product.stats(), product.events()
     seed = 200 + 2 * stream + after_first_token
     hang_up(product, stream=stream, after_first_token=after_first_token, seed=seed)
