@@ -10,8 +10,9 @@ long (so about 100 begin a second), settled at its end while others are admitted
 commit of each admission is what it adds. Beside that the same without any time between requests, where
 50 wait for each other.
 
-Both include the fsyncs that a durable commit needs; what one costs on this disk is printed first. The
-databases are a SQLite file and a throw-away PostgreSQL with its defaults (durable), on the same disk.
+Receipts are sealed meanwhile, as in a gateway. Both include the fsyncs that a durable commit needs;
+what one costs on this disk is printed first. The databases are a SQLite file and a throw-away
+PostgreSQL with its defaults (durable), on the same disk.
 Exits with 1 when a goal is missed.
 """
 
@@ -43,6 +44,8 @@ from billing.ids import new_request_id
 from billing.meter import Meter, MeterLimits
 from billing.price_sheet import default_price_sheet
 from billing.prices import ensure_published
+from billing.receipt_keys import SigningKey
+from billing.sealer import Sealer
 from billing.usage import Admission, TokenCounts, UsageEvent, UsageKind
 from tests.servers import running_postgres
 
@@ -100,11 +103,14 @@ def metering(url: str) -> Iterator[tuple[Database, Meter, Traffic]]:
     with open_database(url) as db, tempfile.TemporaryDirectory() as journal:
         ensure_published(db, default_price_sheet(), clock=instants.now)
         meter = Meter(db, Path(journal), limits=MeterLimits(open_requests=10 * EVENTS))
+        sealer = Sealer(db, SigningKey.new(), num_unposted=lambda: meter.stats().pending)
         meter.start()
+        sealer.start()
         try:
             yield db, meter, Traffic(keys=[one for number in range(TENANTS) for one in new_keys(db, number)])
         finally:
             meter.close()
+            sealer.close()
 
 
 def new_keys(db: Database, number: int) -> list[tuple[object, object]]:

@@ -37,5 +37,9 @@ Unix epoch, UTC (`Microseconds`). Ids are UUIDv7. There is no float here.
 | `reports`  | usage by span of time, project, key and model                   |
 | `exports`  | the ledger, page by page                                        |
 | `statements` | a month's statement as a value: lines, cents, residuals       |
+| `receipt_keys` | keys that receipts are signed with                          |
+| `receipts` | a receipt as a value: written, signed, checked                  |
+| `receipt_chain` | receipts as rows: due, issued, found again                 |
+| `sealer`   | the thread that issues receipts after posting                   |
 | `issuing`  | statements are drawn up, issued and found again                 |
 """

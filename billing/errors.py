@@ -149,3 +149,11 @@ class LimitReached(BillingError):
 
 class InvalidAmount(BillingError):
     """A text that is no exact amount of dollars."""
+
+
+class InvalidReceiptKey(BillingError):
+    """Not a key that receipts can be signed or checked with."""
+
+
+class UnknownReceipt(BillingError):
+    """No receipt has been issued for the request, or none to the tenant that asks."""

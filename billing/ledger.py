@@ -33,6 +33,7 @@ from billing.limits import Standing, Throttling
 from billing.periods import hold_periods
 from billing.prices import BookHistory, ModelPrice, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
+from billing.receipt_chain import note_due
 from billing.sql import among, insert_many
 from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
 
@@ -203,8 +204,10 @@ def post_all(
     posted = [draft for draft in drafts if draft.event_id in returned]
     if corrections:
         connection.execute(insert(schema.usage_events), [_event_row(one, now) for one in corrections])
-    lines = _write_lines(connection, [*posted, *corrections])
-    _end_reservations(connection, [*posted, *corrections], lines, now)
+    written = [*posted, *corrections]
+    note_due(connection, [(draft.event_id, draft.event.admission.tenant_id) for draft in written])
+    lines = _write_lines(connection, written)
+    _end_reservations(connection, written, lines, now)
     count_outcomes(connection, [draft.event for draft in posted])
     _settle_requests(connection, [event.request_id for event in events], now)
     return Posting(

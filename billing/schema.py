@@ -527,3 +527,41 @@ class_rollups = Table(
     _fits("amount_without_cache_pusd"),
     sqlite_with_rowid=False,
 )
+
+# Public halves of the keys that receipts were ever signed with.
+receipt_keys = Table(
+    "receipt_keys",
+    metadata,
+    Column("id", String(43), primary_key=True),
+    Column("public_key", LargeBinary(32), nullable=False, unique=True),
+    Column("first_used_at_us", BigInteger(), nullable=False),
+    CheckConstraint("length(public_key) = 32", name="public_key_is_32_bytes"),
+)
+
+receipts = Table(
+    "receipts",
+    metadata,
+    # An event has one receipt, and a place in its tenant's chain one as well.
+    Column("event_id", Uuid(), ForeignKey("usage_events.id"), primary_key=True),
+    Column("tenant_id", Uuid(), nullable=False),
+    Column("request_id", Uuid(), nullable=False),
+    Column("sequence", BigInteger(), nullable=False),
+    Column("key_id", String(43), ForeignKey("receipt_keys.id"), nullable=False),
+    # The signed line, and its SHA-256, which the next receipt of the tenant names.
+    Column("document", Text(), nullable=False),
+    Column("digest", LargeBinary(32), nullable=False),
+    Column("issued_at_us", BigInteger(), nullable=False),
+    CheckConstraint("sequence > 0", name="sequence_positive"),
+    CheckConstraint("length(digest) = 32", name="digest_is_32_bytes"),
+    ForeignKeyConstraint(["tenant_id", "request_id"], ["requests.tenant_id", "requests.id"]),
+    UniqueConstraint("tenant_id", "sequence"),
+    Index("ix_receipts_request_id", "request_id"),
+)
+
+# Events that have no receipt yet: written with the event, deleted with its receipt.
+receipt_dues = Table(
+    "receipt_dues",
+    metadata,
+    Column("event_id", Uuid(), ForeignKey("usage_events.id"), primary_key=True),
+    Column("tenant_id", Uuid(), nullable=False),
+)

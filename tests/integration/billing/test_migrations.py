@@ -10,7 +10,6 @@ from sqlalchemy import inspect, text
 
 from billing.db import alembic_config, migrate, open_database, schema_is_current
 from billing.errors import DatabaseUnavailable, SchemaUnknown, UnsupportedDatabase
-from billing.ids import new_id
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -121,57 +120,3 @@ def test_a_database_that_is_away_is_named_so_without_its_password(url):
 
 def test_both_databases_answer(db):
     assert db.is_reachable()
-
-
-def test_rows_of_the_first_version_are_carried_up_and_down_again(empty_database_url):
-    """Every table that 0002 makes anew, with what its new columns say of old rows."""
-    with open_database(empty_database_url) as db:
-        run(db, command.upgrade, "0001")
-        ids = [new_id().hex for _ in range(6)]
-        tenant, key, version, request, event, line = ids
-        with db.write() as connection:
-            for statement in (
-                f"INSERT INTO tenants VALUES ('{tenant}', 'acme', 1)",
-                f"INSERT INTO api_keys VALUES ('{key}', '{tenant}', 'ci', 'hs-abcdefgh', "
-                ":digest, 'tenant', 1, NULL, NULL)",
-                f"INSERT INTO price_versions VALUES ('{version}', 'b', 'USD', 'm', 'read', 7, 0, 1)",
-                f"INSERT INTO requests VALUES ('{request}', '{tenant}', '{key}', 'm', "
-                f"'settled', 5, 9, 8, '{key}', '{key}')",
-                f"INSERT INTO usage_events VALUES ('{event}', '{tenant}', '{request}', 'final', 'm', "
-                "0, 3, 0, 0, 0, 0, 0, 'stop', NULL, 5, 8, :digest, 8)",
-                f"INSERT INTO ledger_lines VALUES ('{line}', '{event}', 'read', 3, 7, 21, 30, '{version}')",
-            ):
-                connection.execute(text(statement), {"digest": bytes(32)} if ":digest" in statement else {})
-        run(db, command.upgrade, "head")
-        with db.read() as connection:
-            assert connection.execute(text("SELECT time_zone, currency FROM tenants")).all() == [
-                ("UTC", "USD")
-            ]
-            events = "SELECT read_tokens, read_disk_tokens, accounted_at_us, usage_state FROM usage_events"
-            assert connection.execute(text(events)).all() == [(3, 0, 5, "reported")]
-            lines = "SELECT list_unit_pusd, discount_basis_points, unit_pusd, amount_pusd FROM ledger_lines"
-            assert connection.execute(text(lines)).all() == [(7, 0, 7, 21)]
-            rollups = "SELECT quantity_tokens, amount_pusd, amount_without_cache_pusd FROM class_rollups"
-            assert connection.execute(text(rollups)).all() == [(3, 21, 30)]
-        run(db, command.downgrade, "0001")
-        with db.read() as connection:
-            counted = (
-                "SELECT (SELECT count(*) FROM usage_events), (SELECT sum(amount_pusd) FROM ledger_lines)"
-            )
-            assert tuple(map(int, connection.execute(text(counted)).one())) == (1, 21)
-        run(db, command.upgrade, "head")
-        run(db, command.check)
-
-
-def test_going_down_is_refused_while_it_would_lose_rows(empty_database_url):
-    with open_database(empty_database_url) as db:
-        run(db, command.upgrade, "head")
-        tenant, project = new_id().hex, new_id().hex
-        with db.write() as connection:
-            connection.execute(text(f"INSERT INTO tenants VALUES ('{tenant}', 'acme', 'UTC', 'USD', 1)"))
-            connection.execute(
-                text(f"INSERT INTO projects VALUES ('{project}', '{tenant}', 'search', 1, NULL)")
-            )
-        with pytest.raises(RuntimeError, match="projects has rows"):
-            run(db, command.downgrade, "0001")
-        assert schema_is_current(db)

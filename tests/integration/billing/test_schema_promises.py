@@ -11,22 +11,31 @@ from sqlalchemy.exc import IntegrityError
 from billing import schema
 from billing.errors import DatabaseUnavailable
 from billing.ids import new_id
+from billing.receipt_keys import SigningKey
+from billing.sealer import Sealer
 from tests.integration.billing.ledger_checks import count, rows
 from tests.unit.billing.builders import T0, final
 
 COUNTS = [*schema.COUNT_COLUMNS, "delivered_tokens"]
-APPEND_ONLY = [schema.price_versions, schema.usage_events, schema.ledger_lines]
+APPEND_ONLY = [
+    schema.price_versions,
+    schema.usage_events,
+    schema.ledger_lines,
+    schema.receipt_keys,
+    schema.receipts,
+]
 
 
 @pytest.fixture
 def posted(account, new_meter, db):
-    """One posted event with lines; the meter is closed."""
+    """One posted event with lines and a receipt; the meter is closed."""
     meter = new_meter()
     admitted = account.admission()
     meter.admit(admitted).result(10)
     meter.settle(final(admitted, uncached=10, read=20, output=30))
     meter.close()
     assert count(db, schema.ledger_lines) == 3
+    assert Sealer(db, SigningKey.new()).seal_some() == 1
     return admitted
 
 
@@ -94,7 +103,8 @@ def test_an_event_of_an_unknown_kind_or_request_or_tenant_is_refused(db, admitte
 def test_a_row_of_the_ledger_is_never_changed_or_deleted(db, posted, table):
     before = rows(db, table)
     assert before
-    for change in (update(table).values(id=table.c.id), delete(table)):
+    [key, *_] = table.primary_key
+    for change in (update(table).values({key: key}), delete(table)):
         with pytest.raises(IntegrityError, match="append-only"), db.write() as connection:
             connection.execute(change)
     assert rows(db, table) == before
