@@ -26,6 +26,7 @@ from billing.accounts import KeyDigest, Principal, authenticate
 from billing.db import Database, open_database
 from billing.instants import Clock
 from billing.meter import Meter
+from billing.sealer import Sealer
 from gateway.auth import Authenticator, bearer_key, key_hasher
 from gateway.bootstrap import make_home
 from gateway.chat import ChatCompletions
@@ -39,6 +40,7 @@ from gateway.edge.errors import (
     NotFound,
 )
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.receipt_key import load_receipt_key
 from gateway.reporting import Reporting
 from gateway.roster import Roster
 from gateway.routing import Router
@@ -63,6 +65,7 @@ class Gateway:
     secret: DeploymentSecret
     database: Database
     meter: Meter
+    sealer: Sealer
     authenticator: Authenticator
     roster: Roster
     router: Router
@@ -83,6 +86,7 @@ class Gateway:
         """
         await asyncio.to_thread(self.meter.start)
         try:
+            self.sealer.start()
             self.roster.start()
             try:
                 yield
@@ -91,6 +95,7 @@ class Gateway:
                 await self.roster.close()
         finally:
             await asyncio.to_thread(self.meter.close)
+            await asyncio.to_thread(self.sealer.close)
             self.prompt_threads.shutdown(wait=False, cancel_futures=True)
             self.database_threads.shutdown(wait=True, cancel_futures=True)
             self.database.close()
@@ -102,8 +107,10 @@ def build_gateway(settings: Settings) -> Gateway:
     """
     make_home(settings.home)
     secret = load_secret(settings)
+    receipt_key = load_receipt_key(settings)
     database = open_database(settings.database)
     meter = Meter(database, settings.journal_directory)
+    sealer = Sealer(database, receipt_key, num_unposted=lambda: meter.stats().pending)
     metrics = Metrics()
     prompt_threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
     database_threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
@@ -117,12 +124,14 @@ def build_gateway(settings: Settings) -> Gateway:
     if settings.worker_url is not None:
         roster.point_to(settings.worker_url)
     metrics.watch_workers(lambda: roster.workers)
-    metrics.watch_meter(lambda: meter.stats().as_mapping())
+    metrics.watch("meter", lambda: meter.stats().as_mapping())
+    metrics.watch("receipts", sealer.stats)
     return Gateway(
         settings=settings,
         secret=secret,
         database=database,
         meter=meter,
+        sealer=sealer,
         authenticator=Authenticator(
             look_up,
             key_hasher(secret),
@@ -189,6 +198,7 @@ def _reporting(gateway: Gateway) -> Reporting:
         authenticator=gateway.authenticator,
         database=gateway.database,
         meter=gateway.meter,
+        sealer=gateway.sealer,
         executor=gateway.database_threads,
     )
 

@@ -36,7 +36,7 @@ from billing.db import open_database
 from billing.errors import BillingError
 from billing.ids import ApiKeyId
 from billing.projects import archive_project, create_project, find_project, list_projects
-from gateway import limit_commands, price_commands, report_commands
+from gateway import limit_commands, price_commands, receipt_commands, report_commands
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
 from gateway.bootstrap import (
@@ -83,6 +83,7 @@ app.add_typer(keys, name="keys")
 app.add_typer(price_commands.prices, name="prices")
 app.add_typer(limit_commands.budgets, name="budgets")
 app.add_typer(limit_commands.limits, name="limits")
+app.add_typer(receipt_commands.receipts, name="receipts")
 app.command("simulate")(simulate_trace)
 app.command("usage")(report_commands.usage)
 app.command("statement")(report_commands.statement)

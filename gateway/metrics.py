@@ -80,8 +80,9 @@ class Metrics:
     def watch_workers(self, workers: Callable[[], Iterable[Worker]]) -> None:
         self.registry.register(_WorkersCollector(workers))
 
-    def watch_meter(self, stats: Callable[[], Mapping[str, int]]) -> None:
-        self.registry.register(_MeterCollector(stats))
+    def watch(self, owner: str, stats: Callable[[], Mapping[str, int]]) -> None:
+        """What a part counts by itself, as `headstart_OWNER_NAME`."""
+        self.registry.register(_StatsCollector(owner, stats))
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -108,13 +109,16 @@ class _WorkersCollector(Collector):
         return iter(())
 
 
-class _MeterCollector(Collector):
-    def __init__(self, stats: Callable[[], Mapping[str, int]]) -> None:
+class _StatsCollector(Collector):
+    def __init__(self, owner: str, stats: Callable[[], Mapping[str, int]]) -> None:
+        self._owner = owner
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         for name, value in self._stats().items():
-            yield GaugeMetricFamily(f"headstart_meter_{name}", f"The meter's count of {name}.", value=value)
+            yield GaugeMetricFamily(
+                f"headstart_{self._owner}_{name}", f"The {self._owner}'s count of {name}.", value=value
+            )
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

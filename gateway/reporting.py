@@ -21,7 +21,8 @@ from billing.accounts import Principal, Role
 from billing.db import Database
 from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.meter import Meter
-from gateway import organization, statement_answers, usage
+from billing.sealer import Sealer
+from gateway import organization, receipt_answers, statement_answers, usage
 from gateway.auth import Authenticator, bearer_key
 from gateway.edge import openai
 from gateway.edge.errors import PermissionDenied, ServiceUnavailable
@@ -40,6 +41,7 @@ class Reporting:
     authenticator: Authenticator
     database: Database
     meter: Meter
+    sealer: Sealer
     executor: Executor
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -49,6 +51,8 @@ class Reporting:
             Route("/v1/organization/costs", self.show_costs, methods=["GET"]),
             Route("/v1/statements", self.list_statements, methods=["GET"]),
             Route("/v1/statements/{period}", self.show_statement, methods=["GET"]),
+            Route("/v1/receipts/keys", self.show_receipt_keys, methods=["GET"]),
+            Route("/v1/receipts/{request_id}", self.show_receipts, methods=["GET"]),
         )
 
     async def show_usage(self, request: Request) -> Response:
@@ -81,6 +85,21 @@ class Reporting:
             lambda: statement_answers.answer(self.database, principal.tenant_id, asked, now=instants.now())
         )
 
+    async def show_receipt_keys(self, request: Request) -> Response:
+        """For everybody: a receipt is checked by whoever it is shown to."""
+        Query(request.query_params.multi_items(), known=())
+        body = await self._read(lambda: receipt_answers.key_set(self.database, self.sealer.public_key))
+        return Response(body, media_type=openai.JSON_TYPE)
+
+    async def show_receipts(self, request: Request) -> Response:
+        """The caller's own; what is posted by now is sealed before it is looked for."""
+        principal = await self._principal(request)
+        Query(request.query_params.multi_items(), known=())
+        asked = receipt_answers.parse(request.path_params["request_id"])
+        return await self._json(
+            lambda: receipt_answers.answer(self.database, self.sealer, principal.tenant_id, asked)
+        )
+
     async def _principal(self, request: Request) -> Principal:
         return await self.authenticator.authenticate(bearer_key(request.headers.get("authorization")))
 
@@ -99,7 +118,11 @@ class Reporting:
             self.meter.flush(timeout_seconds=POSTING_SECONDS)
             return read()
 
+        return await self._read(read_posted)
+
+    async def _read(self, read: Callable[[], T]) -> T:
+        """Raises `ServiceUnavailable`."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.executor, read_posted)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, read)
         except (DatabaseUnavailable, MeterUnavailable) as error:
             raise ServiceUnavailable("Usage cannot be read at the moment.") from error

@@ -60,7 +60,7 @@ def load_secret(settings: Settings) -> DeploymentSecret:
     if settings.secret is not None:
         return DeploymentSecret(settings.secret.get_secret_value().encode())
     if settings.secret_file is not None:
-        return DeploymentSecret(_read(settings.secret_file).strip())
+        return DeploymentSecret(read_secret_file(settings.secret_file).strip())
     path = settings.home / SECRETS_FILE_NAME
     if not path.exists():
         create_private_file(path, _new_secrets_document)
@@ -102,18 +102,24 @@ def _new_secrets_document() -> str:
     return json.dumps({"version": 1, "deployment_secret": secrets.token_hex(32)}) + "\n"
 
 
-def _read(path: Path) -> bytes:
+def read_secret_file(path: Path) -> bytes:
+    """Raises `SecretUnusable`."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise SecretUnusable(f"cannot read {path}: {error.strerror}") from error
 
 
-def _load_document(path: Path) -> DeploymentSecret:
+def require_private(path: Path) -> None:
+    """Raises `SecretUnusable` when others can read the file."""
     if path.stat().st_mode & _OTHERS_MASK:
         raise SecretUnusable(f"{path} can be read by others: run chmod 600 {path}")
+
+
+def _load_document(path: Path) -> DeploymentSecret:
+    require_private(path)
     try:
-        document = json.loads(_read(path))
+        document = json.loads(read_secret_file(path))
         return DeploymentSecret(document["deployment_secret"].encode())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SecretUnusable(f"{path} is damaged: restore it from a backup") from error

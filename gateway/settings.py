@@ -28,6 +28,7 @@ class Settings(BaseSettings):
     worker_url: str | None = None
     secret: SecretStr | None = None
     secret_file: Path | None = None
+    receipt_key_file: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
@@ -47,7 +48,9 @@ class Settings(BaseSettings):
     def _expand_home(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("database_url", "model", "worker_url", "secret_file", "secret", mode="before")
+    @field_validator(
+        "database_url", "model", "worker_url", "secret_file", "secret", "receipt_key_file", mode="before"
+    )
     @classmethod
     def _empty_is_unset(cls, value: object) -> object:
         """Compose files pass `HEADSTART_MODEL=` for a variable nobody set."""
