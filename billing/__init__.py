@@ -41,5 +41,6 @@ Unix epoch, UTC (`Microseconds`). Ids are UUIDv7. There is no float here.
 | `receipts` | a receipt as a value: written, signed, checked                  |
 | `receipt_chain` | receipts as rows: due, issued, found again                 |
 | `sealer`   | the thread that issues receipts after posting                   |
+| `credits`  | broken promises, paid back                                      |
 | `issuing`  | statements are drawn up, issued and found again                 |
 """

@@ -157,3 +157,11 @@ class InvalidReceiptKey(BillingError):
 
 class UnknownReceipt(BillingError):
     """No receipt has been issued for the request, or none to the tenant that asks."""
+
+
+class InvalidPromise(BillingError):
+    """A report of a broken promise that cannot be: of other tokens, times or words than were written."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field

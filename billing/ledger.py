@@ -35,7 +35,7 @@ from billing.prices import BookHistory, ModelPrice, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
 from billing.receipt_chain import note_due
 from billing.sql import among, insert_many
-from billing.usage import ABANDONED, Admission, Estimate, TokenClass, UsageEvent, UsageKind
+from billing.usage import ABANDONED, Admission, Estimate, TokenClass, TokenCounts, UsageEvent, UsageKind
 
 ADJUSTMENT: Final = "adjustment"
 CREDIT: Final = "credit"
@@ -60,6 +60,17 @@ class Grant:
 
     standing: Standing | None = None
     holds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """What a tenant gets back of a request. `digest` is of the reason: the same one is credited once."""
+
+    original: Admission
+    original_id: EventId
+    quantities: Mapping[TokenClass, int]
+    digest: bytes
+    granted_at: Microseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,10 +240,11 @@ class _Draft:
     quantities: Sequence[tuple[TokenClass, int]]
     delivered: int
     original_id: EventId | None = None
+    correction_kind: str = ADJUSTMENT
 
     @property
     def kind(self) -> str:
-        return self.event.kind.value if self.original_id is None else ADJUSTMENT
+        return self.event.kind.value if self.original_id is None else self.correction_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +302,31 @@ def _correction(late: _Draft, known: _Earlier) -> _Draft:
         quantities=differences(late.quantities, known.quantities),
         delivered=late.delivered - known.delivered,
     )
+
+
+def post_credit(connection: Connection, credit: Credit, *, now: Microseconds) -> EventId:
+    """Posts a credit in the caller's transaction, at the original's prices and discount.
+
+    It is accounted to the original's period or, if that is closed, to the next open one.
+    Raises UnpricedModel when a class of it has no price.
+    """
+    admission = credit.original
+    closed_until = hold_periods(connection, {admission.tenant_id})
+    nothing = UsageEvent(
+        admission=admission, kind=UsageKind.FINAL, counts=TokenCounts(), finished_at=credit.granted_at
+    )
+    draft = replace(
+        _draft(nothing, closed_until),
+        digest=credit.digest,
+        quantities=[(one, credit.quantities.get(one, 0)) for one in TokenClass],
+        original_id=credit.original_id,
+        correction_kind=CREDIT,
+    )
+    connection.execute(insert(schema.usage_events).values(_event_row(draft, now)))
+    note_due(connection, [(draft.event_id, admission.tenant_id)])
+    lines = _write_lines(connection, [draft])
+    _end_reservations(connection, [draft], lines, now)
+    return draft.event_id
 
 
 def narrow_all(connection: Connection, narrowed: Mapping[RequestId, tuple[Admission, Estimate]]) -> None:

@@ -565,3 +565,23 @@ receipt_dues = Table(
     Column("event_id", Uuid(), ForeignKey("usage_events.id"), primary_key=True),
     Column("tenant_id", Uuid(), nullable=False),
 )
+
+# Cached tokens that were promised for longer than they were kept. Each is credited once.
+broken_promises = Table(
+    "broken_promises",
+    metadata,
+    Column("credit_id", Uuid(), ForeignKey("usage_events.id"), primary_key=True),
+    Column("original_id", Uuid(), ForeignKey("usage_events.id"), nullable=False),
+    # What the worker calls it, among the promises of one request.
+    Column("promise", String(128), nullable=False),
+    Column("token_class", String(32), nullable=False),
+    Column("tokens", BigInteger(), nullable=False),
+    Column("promised_until_us", BigInteger(), nullable=False),
+    Column("broken_at_us", BigInteger(), nullable=False),
+    Column("reported_at_us", BigInteger(), nullable=False),
+    CheckConstraint("promise <> ''", name="promise_not_empty"),
+    CheckConstraint("token_class IN ('write_5m', 'write_1h')", name="token_class_has_a_ttl"),
+    CheckConstraint("tokens > 0", name="tokens_positive"),
+    CheckConstraint("broken_at_us < promised_until_us", name="broken_early"),
+    UniqueConstraint("original_id", "promise"),
+)

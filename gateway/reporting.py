@@ -22,7 +22,8 @@ from billing.db import Database
 from billing.errors import DatabaseUnavailable, MeterUnavailable
 from billing.meter import Meter
 from billing.sealer import Sealer
-from gateway import organization, receipt_answers, statement_answers, usage
+from gateway import organization, promises, receipt_answers, statement_answers, usage
+from gateway.asgi import ClientGone, read_json_body
 from gateway.auth import Authenticator, bearer_key
 from gateway.edge import openai
 from gateway.edge.errors import PermissionDenied, ServiceUnavailable
@@ -30,6 +31,9 @@ from gateway.queries import Query
 
 POSTING_SECONDS: Final = 2
 """How long a report waits for what was just settled to be posted."""
+
+REPORT_SECONDS: Final = 10
+"""How long the body of a report may take to arrive."""
 
 T = TypeVar("T")
 
@@ -49,6 +53,7 @@ class Reporting:
             Route("/v1/usage", self.show_usage, methods=["GET"]),
             Route("/v1/organization/usage/completions", self.show_completions, methods=["GET"]),
             Route("/v1/organization/costs", self.show_costs, methods=["GET"]),
+            Route("/v1/organization/broken_promises", self.credit_promise, methods=["POST"]),
             Route("/v1/statements", self.list_statements, methods=["GET"]),
             Route("/v1/statements/{period}", self.show_statement, methods=["GET"]),
             Route("/v1/receipts/keys", self.show_receipt_keys, methods=["GET"]),
@@ -69,6 +74,22 @@ class Reporting:
         await self._admin(request)
         query = organization.parse_costs_query(request.query_params.multi_items(), now=instants.now())
         return await self._json(lambda: organization.read_costs_page(self.database, query))
+
+    async def credit_promise(self, request: Request) -> Response:
+        """For admin keys: the request may be any tenant's."""
+        await self._admin(request)
+        Query(request.query_params.multi_items(), known=())
+        try:
+            body = await read_json_body(
+                request.receive,
+                request.headers,
+                max_bytes=promises.MAX_REPORT_BYTES,
+                timeout_seconds=REPORT_SECONDS,
+            )
+        except ClientGone:
+            return Response()  # nobody reads it
+        broken = promises.parse(body)
+        return await self._json(lambda: promises.answer(self.database, broken))
 
     async def list_statements(self, request: Request) -> Response:
         principal = await self._principal(request)

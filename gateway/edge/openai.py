@@ -175,14 +175,15 @@ def _decode(body: bytes) -> _ChatRequest:
     try:
         return _CHAT_DECODER.decode(body)
     except msgspec.ValidationError as error:
-        _refuse_invalid(str(error))
+        refuse_invalid(str(error))
     except msgspec.DecodeError:
         raise json_body.explain_malformed(body) from None
     except RecursionError:
         raise json_body.too_deep() from None
 
 
-def _refuse_invalid(text: str) -> NoReturn:
+def refuse_invalid(text: str) -> NoReturn:
+    """What a validation message of msgspec says, as an `InvalidRequest` that names the field."""
     sentence, path = json_body.split_validation_message(text)
     if (name := json_body.field_named_by(sentence, "unknown")) is not None:
         path = f"{path}.{name}" if path else name
