@@ -24,8 +24,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import httpx
+from alembic.script import ScriptDirectory
 from peers.record import REPOSITORY, write_result
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +70,8 @@ def fill(path: Path, keys: list[tuple[str, str]], num_events: int) -> None:
         dropped = drop_triggers(file)
         file.execute("CREATE TEMP TABLE owners (n INTEGER PRIMARY KEY, tenant, api_key)")
         file.executemany("INSERT INTO owners VALUES (?, ?, ?)", [(n, *key) for n, key in enumerate(keys)])
-        for statement in (*usage(num_events, len(keys)), *rollups(), counting_statement(), *dropped):
+        filling = (*rollups(), counting_statement(), *deployment_statements())
+        for statement in (*usage(num_events, len(keys)), *filling, *dropped):
             began = time.monotonic()
             file.execute(statement)
             if statement not in dropped:
@@ -156,11 +159,19 @@ def rollups() -> list[str]:
 
 def counting_statement() -> str:
     """The migration's own, which counts what was posted before it."""
-    from alembic.script import ScriptDirectory  # noqa: PLC0415 — for this line alone
-
-    scripts = ScriptDirectory.from_config(alembic_config()).walk_revisions()
-    statement: str = next(one.module for one in scripts if hasattr(one.module, "filling")).filling()
+    statement: str = migration_with("filling").filling()
     return statement
+
+
+def deployment_statements() -> list[str]:
+    """The migration's own, which add up all tenants."""
+    statements: list[str] = migration_with("fillings").fillings()
+    return statements
+
+
+def migration_with(name: str) -> Any:
+    scripts = ScriptDirectory.from_config(alembic_config()).walk_revisions()
+    return next(one.module for one in scripts if hasattr(one.module, name))
 
 
 def measure(site: Site, whose: str, secret: str) -> list[Measured]:

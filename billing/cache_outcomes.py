@@ -7,12 +7,12 @@ the transaction that posts the event, so that counts and events cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Table, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import schema
@@ -20,12 +20,10 @@ from billing.calendar import Span
 from billing.db import Database
 from billing.ids import TenantId
 from billing.instants import bucket_start
+from billing.sql import place_text
 from billing.usage import UsageEvent
 
 NANOSECONDS_PER_MICROSECOND: Final = 1_000
-
-_buckets: Final = schema.cache_buckets.c
-_KEY: Final = ("tenant_id", "bucket_us", "model", "worker", "outcome", "miss_reason")
 
 
 class Outcome(StrEnum):
@@ -82,16 +80,25 @@ def count_outcomes(connection: Connection, events: Iterable[UsageEvent]) -> None
         found[key] = found.get(key, OutcomeTotals()) + _totals_of(event)
     if not found:
         return
+    of_all: dict[tuple[Any, ...], OutcomeTotals] = {}
+    for (_, *rest), totals in found.items():
+        key = tuple(rest)
+        of_all[key] = of_all.get(key, OutcomeTotals()) + totals
+    _add(connection, schema.cache_buckets, found)
+    _add(connection, schema.deployment_cache_buckets, of_all)
+
+
+def _add(connection: Connection, table: Table, found: Mapping[tuple[Any, ...], OutcomeTotals]) -> None:
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    table = schema.cache_buckets
+    keys = [column.name for column in table.primary_key]
     added: Any = dialect.insert(table)
     more = {name: table.c[name] + added.excluded[name] for name in schema.CACHE_COUNTS}
     # In one order everywhere: two gateways that post at once do not wait for each other in a circle.
     rows = [
-        dict(zip(_KEY, key, strict=True)) | {name: getattr(totals, name) for name in schema.CACHE_COUNTS}
+        dict(zip(keys, key, strict=True)) | {name: getattr(totals, name) for name in schema.CACHE_COUNTS}
         for key, totals in sorted(found.items(), key=lambda one: tuple(map(str, one[0])))
     ]
-    connection.execute(added.on_conflict_do_update(index_elements=list(_KEY), set_=more), rows)
+    connection.execute(added.on_conflict_do_update(index_elements=keys, set_=more), rows)
 
 
 def outcomes(
@@ -104,20 +111,29 @@ def outcomes(
     if not spans:
         return []
     assert all(bucket_start(span.start) == span.start for span in spans), "spans are made of buckets"
-    place = _place([span.start for span in spans])
-    apart = [_buckets[facet.value] for facet in by]
-    sums = [func.sum(_buckets[name]).label(name) for name in schema.CACHE_COUNTS]
-    tenants: Any = select(schema.tenants.c.id) if tenant_ids is None else tenant_ids
+    table = _table_for(tenant_ids, by)
+    buckets = table.c
+    place = _place(str(buckets.bucket_us), [span.start for span in spans])
+    apart = [buckets[facet.value] for facet in by]
+    sums = [func.sum(buckets[name]).label(name) for name in schema.CACHE_COUNTS]
     chosen = (
         select(place.label("place"), *apart, *sums)
-        # For all tenants no condition, but the way into a key that begins with the tenant.
-        .where(_buckets.tenant_id.in_(tenants))
-        .where(_buckets.bucket_us >= spans[0].start, _buckets.bucket_us < spans[-1].end)
+        .where(buckets.bucket_us >= spans[0].start, buckets.bucket_us < spans[-1].end)
         .group_by("place", *apart)
         .order_by("place")
     )
+    if table is schema.cache_buckets:
+        # For all tenants no condition, but the way into a key that begins with the tenant.
+        tenants: Any = select(schema.tenants.c.id) if tenant_ids is None else tenant_ids
+        chosen = chosen.where(buckets.tenant_id.in_(tenants))
     with db.read() as connection:
         return list(_groups(connection.execute(chosen).mappings(), spans, by))
+
+
+def _table_for(tenant_ids: Sequence[TenantId] | None, by: Sequence[Facet]) -> Table:
+    """The smaller one answers where no tenant is told from another."""
+    is_of_all = tenant_ids is None and Facet.TENANT not in by
+    return schema.deployment_cache_buckets if is_of_all else schema.cache_buckets
 
 
 def _groups(rows: Iterable[RowMapping], spans: Sequence[Span], by: Sequence[Facet]) -> Iterator[OutcomeGroup]:
@@ -152,14 +168,6 @@ def _totals_of(event: UsageEvent) -> OutcomeTotals:
     )
 
 
-def _place(starts: Sequence[int]) -> ColumnElement[int]:
+def _place(column: str, starts: Sequence[int]) -> ColumnElement[int]:
     """A bucket's place among ascending starts: as many questions as in a binary search."""
-    return literal_column(_place_text(starts, 0))
-
-
-def _place_text(starts: Sequence[int], first: int) -> str:
-    if len(starts) == 1:
-        return str(first)
-    middle = len(starts) // 2
-    before, after = _place_text(starts[:middle], first), _place_text(starts[middle:], first + middle)
-    return f"CASE WHEN cache_buckets.bucket_us < {int(starts[middle])} THEN {before} ELSE {after} END"
+    return literal_column(place_text(column, starts))

@@ -4,15 +4,19 @@ Knows the roll-up tables and how they grow. Does not know how an event is rated,
 
 A roll-up grows in the transaction that writes the events and lines it adds up, and by those alone
 that the database returned as new: so it equals their sum at every commit. Rows are
-added to in the order of their keys, so that two posters never wait for each other.
+added to in the order of their keys, and tables in one order, so that two posters never wait for
+each other in a circle.
+
+Each sum is kept twice: of a tenant's key, and of all tenants as one. The second is what an operator's
+page reads, however many tenants there are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Table
@@ -27,6 +31,9 @@ from billing.usage import Admission
 
 REQUEST_SUMS: Final = ("requests", "aborted", "usage_missing", "delivered_tokens")
 CLASS_SUMS: Final = ("quantity_tokens", "list_amount_pusd", "amount_pusd", "amount_without_cache_pusd")
+
+_Narrow = TypeVar("_Narrow")
+_Wide = TypeVar("_Wide")
 
 
 class RollupKey(NamedTuple):
@@ -59,6 +66,19 @@ class PostedEvent:
     lines: Sequence[LedgerLine]
 
 
+class DeploymentKey(NamedTuple):
+    """All tenants as one."""
+
+    bucket_start_us: Microseconds
+    model: str
+
+
+class DeploymentClassKey(NamedTuple):
+    bucket_start_us: Microseconds
+    model: str
+    token_class: str
+
+
 def add(connection: Connection, events: Iterable[PostedEvent]) -> None:
     """Adds what was just posted, in the caller's transaction.
 
@@ -77,6 +97,24 @@ def add(connection: Connection, events: Iterable[PostedEvent]) -> None:
             _increase(classes[ClassRollupKey(*key, line.token_class.value)], amounts)
     _grow(connection, schema.request_rollups, REQUEST_SUMS, requests)
     _grow(connection, schema.class_rollups, CLASS_SUMS, classes)
+    of_all: dict[DeploymentKey, list[int]] = _summed(
+        requests, lambda key: DeploymentKey(key.bucket_start_us, key.model)
+    )
+    classes_of_all: dict[DeploymentClassKey, list[int]] = _summed(
+        classes, lambda key: DeploymentClassKey(key.bucket_start_us, key.model, key.token_class)
+    )
+    # Last: every poster adds to these rows, and the wait for them ends with the transaction.
+    _grow(connection, schema.deployment_request_rollups, REQUEST_SUMS, of_all)
+    _grow(connection, schema.deployment_class_rollups, CLASS_SUMS, classes_of_all)
+
+
+def _summed(
+    increments: Mapping[_Narrow, list[int]], widened: Callable[[_Narrow], _Wide]
+) -> dict[_Wide, list[int]]:
+    sums: dict[_Wide, list[int]] = {}
+    for key, amounts in increments.items():
+        _increase(sums.setdefault(widened(key), [0] * len(amounts)), amounts)
+    return sums
 
 
 def _increase(sums: list[int], by: Iterable[int]) -> None:

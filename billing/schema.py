@@ -348,22 +348,33 @@ dashboard_sessions = Table(
 
 CACHE_COUNTS: Final = ("requests", "prompt_tokens", "read_tokens", "first_tokens", "first_token_us")
 
+
+def _cache_columns() -> list[Any]:
+    """How requests met the cache in 15 minutes, whosever they are."""
+    return [
+        Column("bucket_us", BigInteger(), primary_key=True, autoincrement=False),
+        Column("model", String(256), primary_key=True),
+        # Empty where the event does not say: a key holds no NULL.
+        Column("worker", String(128), primary_key=True),
+        Column("outcome", String(8), primary_key=True),
+        Column("miss_reason", String(64), primary_key=True),
+        # `first_tokens` requests came to a first token, after `first_token_us` microseconds in all.
+        *(Column(name, BigInteger(), nullable=False) for name in CACHE_COUNTS),
+        CheckConstraint("outcome IN ('hit', 'miss')", name="outcome_known"),
+        CheckConstraint(f"bucket_us % {BUCKET_MICROSECONDS} = 0", name="bucket_begins"),
+        CheckConstraint("read_tokens <= prompt_tokens", name="read_is_a_part"),
+    ]
+
+
 cache_buckets = Table(
     "cache_buckets",
     metadata,
     Column("tenant_id", Uuid(), ForeignKey("tenants.id"), primary_key=True),
-    Column("bucket_us", BigInteger(), primary_key=True, autoincrement=False),
-    Column("model", String(256), primary_key=True),
-    # Empty where the event does not say: a key holds no NULL.
-    Column("worker", String(128), primary_key=True),
-    Column("outcome", String(8), primary_key=True),
-    Column("miss_reason", String(64), primary_key=True),
-    # `first_tokens` requests came to a first token, after `first_token_us` microseconds in all.
-    *(Column(name, BigInteger(), nullable=False) for name in CACHE_COUNTS),
-    CheckConstraint("outcome IN ('hit', 'miss')", name="outcome_known"),
-    CheckConstraint(f"bucket_us % {BUCKET_MICROSECONDS} = 0", name="bucket_begins"),
-    CheckConstraint("read_tokens <= prompt_tokens", name="read_is_a_part"),
+    *_cache_columns(),
 )
+
+# The same of all tenants as one: what an operator's page reads, however many tenants there are.
+deployment_cache_buckets = Table("deployment_cache_buckets", metadata, *_cache_columns())
 
 # A budget names one key, one project, or its whole tenant.
 budgets = Table(
@@ -496,36 +507,52 @@ def _rollup_key() -> list[Any]:
     ]
 
 
+def _deployment_key() -> list[Any]:
+    """The same for all tenants as one."""
+    return [
+        Column("bucket_start_us", BigInteger(), primary_key=True, autoincrement=False),
+        Column("model", String(256), primary_key=True),
+        CheckConstraint(f"bucket_start_us % {BUCKET_MICROSECONDS} = 0", name="bucket_is_whole"),
+    ]
+
+
 def _fits(column: str) -> CheckConstraint:
     """SQLite would go on in floating point."""
     return CheckConstraint(f"abs({column}) <= {2**63 - 1}", name=f"{column}_fits")
 
 
-request_rollups = Table(
-    "request_rollups",
-    metadata,
-    *_rollup_key(),
-    Column("requests", BigInteger(), nullable=False),
-    Column("aborted", BigInteger(), nullable=False),
-    Column("usage_missing", BigInteger(), nullable=False),
-    Column("delivered_tokens", BigInteger(), nullable=False),
-    CheckConstraint("requests >= 0", name="requests_non_negative"),
-    sqlite_with_rowid=False,
-)
+def _request_sums() -> list[Any]:
+    return [
+        Column("requests", BigInteger(), nullable=False),
+        Column("aborted", BigInteger(), nullable=False),
+        Column("usage_missing", BigInteger(), nullable=False),
+        Column("delivered_tokens", BigInteger(), nullable=False),
+        CheckConstraint("requests >= 0", name="requests_non_negative"),
+    ]
 
-class_rollups = Table(
-    "class_rollups",
-    metadata,
-    *_rollup_key(),
-    Column("token_class", String(32), primary_key=True),
-    Column("quantity_tokens", BigInteger(), nullable=False),
-    Column("list_amount_pusd", BigInteger(), nullable=False),
-    Column("amount_pusd", BigInteger(), nullable=False),
-    Column("amount_without_cache_pusd", BigInteger(), nullable=False),
-    _fits("list_amount_pusd"),
-    _fits("amount_pusd"),
-    _fits("amount_without_cache_pusd"),
-    sqlite_with_rowid=False,
+
+def _class_sums() -> list[Any]:
+    return [
+        Column("token_class", String(32), primary_key=True),
+        Column("quantity_tokens", BigInteger(), nullable=False),
+        Column("list_amount_pusd", BigInteger(), nullable=False),
+        Column("amount_pusd", BigInteger(), nullable=False),
+        Column("amount_without_cache_pusd", BigInteger(), nullable=False),
+        _fits("list_amount_pusd"),
+        _fits("amount_pusd"),
+        _fits("amount_without_cache_pusd"),
+    ]
+
+
+request_rollups = Table(
+    "request_rollups", metadata, *_rollup_key(), *_request_sums(), sqlite_with_rowid=False
+)
+class_rollups = Table("class_rollups", metadata, *_rollup_key(), *_class_sums(), sqlite_with_rowid=False)
+deployment_request_rollups = Table(
+    "deployment_request_rollups", metadata, *_deployment_key(), *_request_sums(), sqlite_with_rowid=False
+)
+deployment_class_rollups = Table(
+    "deployment_class_rollups", metadata, *_deployment_key(), *_class_sums(), sqlite_with_rowid=False
 )
 
 # Public halves of the keys that receipts were ever signed with.

@@ -42,3 +42,13 @@ def insert_many(connection: Connection, table: Table, rows: Sequence[Mapping[str
         raise DBAPIError.instance(
             statement, None, error, psycopg.Error, dialect=connection.dialect
         ) from error
+
+
+def place_text(column: str, starts: Sequence[int], first: int = 0) -> str:
+    """SQL for a value's place among ascending starts: as many questions as in a binary search."""
+    if len(starts) == 1:
+        return str(first)
+    middle = len(starts) // 2
+    before = place_text(column, starts[:middle], first)
+    after = place_text(column, starts[middle:], first + middle)
+    return f"CASE WHEN {column} < {int(starts[middle])} THEN {before} ELSE {after} END"

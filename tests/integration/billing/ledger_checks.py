@@ -78,6 +78,24 @@ def check_rollups(db: Database) -> None:
         )
     assert request_sums == {tuple(row)[:4]: sums_of(row, 4) for row in rows(db, schema.request_rollups)}
     assert class_sums == {tuple(row)[:5]: sums_of(row, 5) for row in rows(db, schema.class_rollups)}
+    check_deployment_rollups(db)
+
+
+def check_deployment_rollups(db: Database) -> None:
+    """They are the sums of everybody's."""
+    for each, of_all in (
+        (schema.request_rollups, schema.deployment_request_rollups),
+        (schema.class_rollups, schema.deployment_class_rollups),
+        (schema.cache_buckets, schema.deployment_cache_buckets),
+    ):
+        key = [column.name for column in of_all.primary_key]
+        counts = [column.name for column in of_all.columns if not column.primary_key]
+        sums = defaultdict(Counter)
+        for row in rows(db, each):
+            sums[tuple(getattr(row, name) for name in key)].update(
+                {name: getattr(row, name) for name in counts}
+            )
+        assert sums == {tuple(row)[: len(key)]: sums_of(row, len(key)) for row in rows(db, of_all)}
 
 
 def sums_of(row, num_key_columns: int) -> Counter:

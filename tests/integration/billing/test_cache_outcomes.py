@@ -14,6 +14,7 @@ from billing.db import alembic_config
 from billing.instants import BUCKET_MICROSECONDS
 from billing.usage import UsageKind
 from tests.integration.billing.conftest import new_account
+from tests.integration.billing.ledger_checks import check_deployment_rollups
 from tests.unit.billing.builders import T0, admission, final
 
 DAY = 96 * BUCKET_MICROSECONDS
@@ -83,6 +84,7 @@ def test_hours_and_days_add_up_to_the_whole_and_the_migration_counts_the_same(db
             kind=rng.choice(list(UsageKind)),
         )
     meter.flush()
+    check_deployment_rollups(db)
     [whole] = counted(db, account, end=T0 + 3 * DAY)
     for cutter in (hours, days):
         parts = counted(db, account, cutter=cutter, end=T0 + 3 * DAY)
@@ -109,6 +111,28 @@ def filling_statement() -> str:
         if hasattr(one.module, "filling")
     )
     return script.filling()
+
+
+def test_the_migration_adds_up_all_tenants_from_each(db, account, new_meter):
+    other, meter = new_account(db, "other"), new_meter()
+    for number in range(20):
+        settle(meter, (account, other)[number % 2], at=T0 + number * BUCKET_MICROSECONDS // 3, read=number)
+    meter.flush()
+    script = next(
+        one.module
+        for one in ScriptDirectory.from_config(alembic_config()).walk_revisions()
+        if hasattr(one.module, "fillings")
+    )
+    with db.write() as connection:
+        for table in (
+            schema.deployment_request_rollups,
+            schema.deployment_class_rollups,
+            schema.deployment_cache_buckets,
+        ):
+            connection.execute(delete(table))
+        for statement in script.fillings():
+            connection.execute(text(statement))
+    check_deployment_rollups(db)
 
 
 def test_a_span_without_requests_has_no_group(db, account):

@@ -173,6 +173,17 @@ def test_neighbouring_hours_of_india_are_not_counted_twice(db, account, new_mete
     assert sum(amounts.values()) == report.totals.amount_pusd == 8_780_001_000_000
 
 
+def test_everybody_as_one_is_everybody_added_up(db, busy):
+    for name in ZONES:
+        spans = days(Microseconds(START + 7), END, zone_named(name))
+        for by in ((), (Dimension.MODEL,)):
+            apart: dict = defaultdict(UsageTotals)
+            for one in grouped_usage(db, Selection(), spans, by=(Dimension.TENANT, *by)):
+                apart[one.span, one.group.model] += one.totals
+            as_one = grouped_usage(db, Selection(), spans, by=by)
+            assert {(one.span, one.group.model): one.totals for one in as_one} == apart
+
+
 def test_a_selection_is_met_by_what_it_names_alone(db, account, busy):
     whole = [Span(label="", start=START, end=END)]
     everybody = grouped_usage(db, Selection(), whole, by=(Dimension.TENANT,))
