@@ -122,7 +122,7 @@ def create_tenant(db: Database, *, name: str, now: Microseconds) -> Tenant:
     return tenant
 
 
-def set_zone(db: Database, *, tenant_id: TenantId, time_zone: str) -> None:
+def set_zone(db: Database, *, tenant_id: TenantId, time_zone: str, now: Microseconds) -> None:
     """Where the tenant's days and months begin from now on. Raises UnknownZone or UnknownTenant.
 
     Statements that were issued keep theirs.
@@ -130,7 +130,8 @@ def set_zone(db: Database, *, tenant_id: TenantId, time_zone: str) -> None:
     zone_named(time_zone)
     tenants = schema.tenants
     with db.write() as connection:
-        changed = update(tenants).where(tenants.c.id == tenant_id).values(time_zone=time_zone)
+        since = {"time_zone": time_zone, "zone_since_us": now}
+        changed = update(tenants).where(tenants.c.id == tenant_id).values(since)
         if connection.execute(changed).rowcount == 0:
             raise UnknownTenant(f"no tenant has the id {tenant_id}")
 

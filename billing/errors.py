@@ -59,6 +59,10 @@ class UnknownStatement(BillingError):
     """No statement was issued for the period."""
 
 
+class UnknownReconciliation(BillingError):
+    """No reconciliation has the id."""
+
+
 class UnknownRequest(BillingError):
     """No request has the id, or none of the tenant that asks."""
 

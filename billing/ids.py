@@ -18,6 +18,7 @@ EventId = NewType("EventId", UUID)
 LineId = NewType("LineId", UUID)
 PriceVersionId = NewType("PriceVersionId", UUID)
 BudgetId = NewType("BudgetId", UUID)
+ReconciliationId = NewType("ReconciliationId", UUID)
 JournalId = NewType("JournalId", UUID)
 """One journal directory, for as long as it exists."""
 ProcessId = NewType("ProcessId", UUID)

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, insert, select, text
+from sqlalchemy import Connection, insert, select, text
 
 from billing import calendar, schema, statements
+from billing.books import CREDIT, NO_BOOKS, totals_of
 from billing.calendar import Span, month_of, zone_named
 from billing.db import Database
 from billing.errors import PeriodOpen, StatementOutOfOrder, UnknownStatement
@@ -25,18 +26,15 @@ from billing.names import TenantNames, names_of
 from billing.reports import CURRENCY, Dimension, Group, GroupUsage, Selection, usage_within
 from billing.statements import (
     LineKind,
-    Reconciliation,
     Statement,
     StatementLine,
     Status,
     statement_number,
 )
-from billing.sums import exact_sum, exact_sums
-from billing.totals import NOTHING, ClassTotals, UsageTotals
+from billing.totals import NOTHING, ClassTotals
 from billing.usage import TokenClass
 
 _BY: Final = (Dimension.PROJECT, Dimension.API_KEY, Dimension.MODEL)
-CREDIT: Final = "credit"
 _statements: Final = schema.statements.c
 _events: Final = schema.usage_events.c
 _lines: Final = schema.ledger_lines.c
@@ -203,7 +201,7 @@ def _draw_up(
         requests=sum(one.totals.requests for one in usage),
         lines=_in_order(_line(account, totals, names) for account, totals in amounts.items()),
         residual_brought_pusd=before.residual_kept_pusd if before is not None else 0,
-        reconciliation=_reconciliation(connection, tenant_id, span, usage),
+        reconciliation=totals_of(connection, [tenant_id], span).get(tenant_id, NO_BOOKS),
     )
 
 
@@ -306,29 +304,4 @@ def _in_order(lines: Iterable[StatementLine]) -> Sequence[StatementLine]:
             line.model,
             classes.index(line.token_class),
         ),
-    )
-
-
-def _reconciliation(
-    connection: Connection, tenant_id: TenantId, span: Span, usage: Sequence[GroupUsage]
-) -> Reconciliation:
-    in_period = (_events.tenant_id == tenant_id) & _events.accounted_at_us.between(span.start, span.end - 1)
-    counts: ColumnElement[int] = sum(
-        (schema.usage_events.c[name] for name in schema.COUNT_COLUMNS[1:]),
-        start=schema.usage_events.c[schema.COUNT_COLUMNS[0]],
-    )
-    [counted] = exact_sums(connection, {"tokens": counts}, lambda sums: select(*sums).where(in_period))
-    posted_lines = schema.usage_events.join(schema.ledger_lines, _lines.event_id == _events.id)
-    [posted] = exact_sums(
-        connection,
-        {"tokens": _lines.quantity_tokens, "pusd": _lines.amount_pusd},
-        lambda sums: select(*sums).select_from(posted_lines).where(in_period),
-    )
-    reported = sum((one.totals for one in usage), UsageTotals()).of(TokenClass)
-    return Reconciliation(
-        events_tokens=exact_sum(counted, "tokens"),
-        ledger_tokens=exact_sum(posted, "tokens"),
-        rollup_tokens=reported.quantity,
-        ledger_pusd=exact_sum(posted, "pusd"),
-        rollup_pusd=reported.amount_pusd,
     )

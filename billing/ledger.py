@@ -542,6 +542,7 @@ def _event_row(draft: _Draft, now: Microseconds) -> dict[str, object]:
         "finished_at_us": event.finished_at,
         "payload_digest": draft.digest,
         "posted_at_us": now,
+        "worker_epoch": event.worker_epoch,
     }
 
 

@@ -113,7 +113,7 @@ class SignedReceipt:
 
     @property
     def digest(self) -> bytes:
-        return _digest(self.document.encode())
+        return digest_of(self.document)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,11 @@ def canonical(values: object) -> str:
 def written_instant(instant: Microseconds) -> str:
     """RFC 3339 with all six digits."""
     return to_datetime(instant).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def digest_of(document: str) -> bytes:
+    """SHA-256 of a receipt's whole line, which the next one names."""
+    return _digest(document.encode())
 
 
 def farthest_tier(tokens: Mapping[TokenClass, int]) -> str | None:

@@ -80,6 +80,8 @@ tenants = Table(
     Column("time_zone", String(64), nullable=False),
     Column("currency", String(3), nullable=False),
     Column("created_at_us", BigInteger(), nullable=False),
+    # When the zone was changed last; NULL: never.
+    Column("zone_since_us", BigInteger(), nullable=True),
     CheckConstraint("name <> ''", name="name_not_empty"),
     CheckConstraint("time_zone <> ''", name="time_zone_not_empty"),
     CheckConstraint("currency = 'USD'", name="currency_known"),
@@ -250,6 +252,8 @@ usage_events = Table(
     Column("finished_at_us", BigInteger(), nullable=False),
     Column("payload_digest", LargeBinary(32), nullable=False),
     Column("posted_at_us", BigInteger(), nullable=False),
+    # Of the run of the worker that computed it: its counters are since then.
+    Column("worker_epoch", String(64), nullable=True),
     CheckConstraint("kind IN ('final', 'aborted', 'adjustment', 'credit')", name="kind_known"),
     CheckConstraint("usage_state IN ('reported', 'usage_missing')", name="usage_state_known"),
     CheckConstraint(f"({TERMINAL}) = (original_id IS NULL)", name="corrections_have_an_original"),
@@ -611,4 +615,23 @@ broken_promises = Table(
     CheckConstraint("tokens > 0", name="tokens_positive"),
     CheckConstraint("broken_at_us < promised_until_us", name="broken_early"),
     UniqueConstraint("original_id", "promise"),
+)
+
+# What each comparison of the books came to. Kept for ever.
+reconciliation_runs = Table(
+    "reconciliation_runs",
+    metadata,
+    Column("id", Uuid(), primary_key=True),
+    # NULL: all tenants.
+    Column("tenant_id", Uuid(), ForeignKey("tenants.id"), nullable=True),
+    Column("start_us", BigInteger(), nullable=False),
+    Column("end_us", BigInteger(), nullable=False),
+    Column("started_at_us", BigInteger(), nullable=False),
+    Column("finished_at_us", BigInteger(), nullable=False),
+    Column("num_differences", BigInteger(), nullable=False),
+    # JSON, with each difference that is named.
+    Column("document", Text(), nullable=False),
+    CheckConstraint("start_us <= end_us", name="period_runs_forwards"),
+    CheckConstraint("started_at_us <= finished_at_us", name="run_runs_forwards"),
+    _non_negative("num_differences"),
 )

@@ -20,6 +20,7 @@ MAX_MODEL_CHARACTERS: Final = 256
 MAX_REASON_CHARACTERS: Final = 64
 MAX_WORKER_CHARACTERS: Final = 128
 MAX_BLOCK_NAME_CHARACTERS: Final = 64
+MAX_EPOCH_CHARACTERS: Final = 64
 
 ABANDONED: Final = "abandoned"
 """The finish reason of a request whose process died or forgot it."""
@@ -146,7 +147,8 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     `delivered` is the number of output tokens sent to the client, which a hang-up
     makes smaller than `counts.output`. `first_token_ns` is the time from admission
     to the first token, where there was one. `is_usage_missing` says that whoever computed
-    it reported no counts: they are zeros, and no estimate. New fields need defaults: records of
+    it reported no counts: they are zeros, and no estimate. `worker_epoch` names the run of the worker that
+    computed it. New fields need defaults: records of
     older journals are read by newer code, and keep their digest.
     """
 
@@ -161,6 +163,7 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     worker: str | None = None
     miss_reason: str | None = None
     deepest_block: str | None = None
+    worker_epoch: str | None = None
 
     def __post_init__(self) -> None:
         _require_count("delivered", self.delivered)
@@ -170,6 +173,7 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
             ("worker", self.worker, MAX_WORKER_CHARACTERS),
             ("miss_reason", self.miss_reason, MAX_REASON_CHARACTERS),
             ("deepest_block", self.deepest_block, MAX_BLOCK_NAME_CHARACTERS),
+            ("worker_epoch", self.worker_epoch, MAX_EPOCH_CHARACTERS),
         ):
             if text is not None:
                 _require_text(name, text, longest)

@@ -36,7 +36,13 @@ from billing.db import open_database
 from billing.errors import BillingError
 from billing.ids import ApiKeyId
 from billing.projects import archive_project, create_project, find_project, list_projects
-from gateway import limit_commands, price_commands, receipt_commands, report_commands
+from gateway import (
+    limit_commands,
+    price_commands,
+    receipt_commands,
+    reconcile_commands,
+    report_commands,
+)
 from gateway.app import Gateway, build_app, build_gateway
 from gateway.auth import key_hasher
 from gateway.bootstrap import (
@@ -84,6 +90,7 @@ app.add_typer(price_commands.prices, name="prices")
 app.add_typer(limit_commands.budgets, name="budgets")
 app.add_typer(limit_commands.limits, name="limits")
 app.add_typer(receipt_commands.receipts, name="receipts")
+app.add_typer(reconcile_commands.books, name="billing")
 app.command("simulate")(simulate_trace)
 app.command("usage")(report_commands.usage)
 app.command("statement")(report_commands.statement)
@@ -234,7 +241,8 @@ def tenants_set_zone(
 ) -> None:
     """Say where a tenant's days and months begin."""
     with open_current_database() as database:
-        set_zone(database, tenant_id=find_tenant(database, name=tenant).id, time_zone=zone)
+        tenant_id = find_tenant(database, name=tenant).id
+        set_zone(database, tenant_id=tenant_id, time_zone=zone, now=instants.now())
 
 
 @projects.command("create")

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from model_worker.protocol import (
+    EPOCH_HEADER,
     PROTOCOL_VERSION,
     CacheStatistics,
     Event,
@@ -26,6 +27,7 @@ from model_worker.protocol import (
     GenerateRequest,
     Refusal,
     WorkerCard,
+    WorkerStats,
     decode_event,
 )
 
@@ -33,11 +35,13 @@ MAX_EVENT_BYTES: Final = 1024 * 1024
 MAX_FILE_BYTES: Final = 256 * 1024 * 1024
 MAX_STATISTICS_BYTES: Final = 1024 * 1024
 MAX_REFUSAL_BYTES: Final = 64 * 1024
+MAX_EPOCH_CHARACTERS: Final = 64
 MAX_CONNECTIONS: Final = 4096
 END_OF_STREAM_SECONDS: Final = 1.0
 
 _ENCODER: Final = msgspec.json.Encoder()
 _STATISTICS_DECODER: Final = msgspec.json.Decoder(CacheStatistics)
+_STATS_DECODER: Final = msgspec.json.Decoder(WorkerStats)
 _CARD_DECODER: Final = msgspec.json.Decoder(WorkerCard)
 _REFUSAL_DECODER: Final = msgspec.json.Decoder(Refusal)
 
@@ -84,7 +88,8 @@ class EventStream:
     """The events of one generation, in order. Ends when each of `num_choices` texts has `Finished` or after
     `Failed`, and never before.
 
-    An iterator rather than a generator: whoever abandons it leaves nothing behind to be closed.
+    `epoch` names the run of the worker, where it tells. An iterator rather than a generator: whoever
+    abandons it leaves nothing behind to be closed.
     """
 
     def __init__(
@@ -92,10 +97,12 @@ class EventStream:
         url: str,
         content: aiohttp.StreamReader,
         *,
+        epoch: str | None,
         num_choices: int,
         deadline: float,
         between_events_seconds: float,
     ) -> None:
+        self.epoch = epoch
         self._url = url
         self._content = content
         self._deadline = deadline
@@ -191,6 +198,16 @@ class WorkerClient:
         except msgspec.DecodeError as error:
             raise WorkerBroke(self.url, f"its statistics cannot be read: {error}") from error
 
+    async def stats(self) -> WorkerStats:
+        """What it counted since it started. Raises `WorkerError` for one that does not say so in time."""
+        body = await self._get(
+            "/v1/stats", limit=MAX_STATISTICS_BYTES, seconds=self._timeouts.control_seconds
+        )
+        try:
+            return _STATS_DECODER.decode(body or b"")
+        except msgspec.DecodeError as error:
+            raise WorkerBroke(self.url, f"its counters cannot be read: {error}") from error
+
     async def is_ready(self) -> bool:
         try:
             answer = await self._get(
@@ -217,6 +234,7 @@ class WorkerClient:
             yield EventStream(
                 self.url,
                 response.content,
+                epoch=_told_epoch(response.headers.get(EPOCH_HEADER)),
                 num_choices=request.n,
                 deadline=deadline,
                 between_events_seconds=self._timeouts.between_events_seconds,
@@ -277,6 +295,12 @@ class WorkerClient:
             if len(body) > limit:
                 raise WorkerBroke(self.url, f"an answer is longer than {limit} bytes")
         return bytes(body)
+
+
+def _told_epoch(written: str | None) -> str | None:
+    """None for what no worker of ours would say."""
+    is_sound = written is not None and 0 < len(written) <= MAX_EPOCH_CHARACTERS and written.isprintable()
+    return written if is_sound else None
 
 
 def open_session(timeouts: PhaseTimeouts) -> aiohttp.ClientSession:

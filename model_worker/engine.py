@@ -519,4 +519,5 @@ class Engine:
             requests_failed=counters.requests_failed,
             preemptions=self._scheduler.preemptions,
             steps=counters.steps,
+            step_tokens=self._scheduler.step_tokens,
         )

@@ -30,6 +30,8 @@ Scope = NewType("Scope", str)
 
 PROTOCOL_VERSION = 1
 EVENT_STREAM_TYPE = "application/x-ndjson"
+EPOCH_HEADER = "x-headstart-epoch"
+"""Of every answer to a `GenerateRequest`: the epoch of the card that the worker has now."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -281,7 +283,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_tokens_computed` counts each prompt token's first computation; what
     a preemption made the worker compute again is in `tokens_recomputed`.
     `kv_bytes_per_conversation` is what a running sequence holds on average, 0
-    when none runs; what several share is counted once.
+    when none runs; what several share is counted once. `epoch` is the card's: counters begin anew with
+    each. `step_tokens` is the most that one step computes.
     """
 
     blocks_free: int
@@ -302,6 +305,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_failed: int
     preemptions: int
     steps: int
+    epoch: str = ""
+    step_tokens: int = 0
 
 
 class DurationCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ class Scheduler:
     ) -> None:
         """A step computes at most `step_tokens`, and one in which something decodes `decode_step_tokens`."""
         self._store = store
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self._decode_step_tokens = min(step_tokens, decode_step_tokens or step_tokens)
         self._max_running = max_running
         self.waiting = WaitingQueue(quantum_tokens=step_tokens, cached_tokens=self._look)
@@ -115,7 +115,7 @@ class Scheduler:
         """Chooses the next step. Holds blocks for every chunk in it."""
         self._grow_running()
         decoding = self._decoding_in_turn()
-        step = Step(budget=self._decode_step_tokens if decoding else self._step_tokens)
+        step = Step(budget=self._decode_step_tokens if decoding else self.step_tokens)
         self._decode(step, decoding, step.budget - self._kept_for_prompts(step.budget))
         step.prefills = [one for one in self.running if one.has_begun and one.num_pending > 1]
         followers = [sequence for sequence in self.running if not sequence.has_begun]

@@ -213,5 +213,14 @@ def test_the_report_adds_up_to_the_events(product: Product) -> None:
     assert re.search(rf"requests\W+{len(tenant):,} ", report)
 
 
+def test_the_worker_counted_what_was_billed(product: Product) -> None:
+    """After all that came before, hang-ups included."""
+    complete(product.client(), product.model, long_conversation(5))
+    product.wait_until_posted()
+    product.wait_for_stats(lambda stats: stats.sequences_running + stats.sequences_waiting == 0)
+    run = json.loads(product.headstart("billing", "reconcile", "--json", "--worker-url", product.worker_url))
+    assert (run["differences"], run["not_compared"]) == ([], [])
+
+
 def test_no_prompt_text_in_the_log(product: Product) -> None:
     assert "Name one thing" not in product.log.read_text(errors="replace")

@@ -12,6 +12,7 @@ from billing import schema
 from billing.errors import DatabaseUnavailable
 from billing.ids import new_id
 from billing.receipt_keys import SigningKey
+from billing.reconcile import reconcile
 from billing.sealer import Sealer
 from tests.integration.billing.ledger_checks import count, rows
 from tests.unit.billing.builders import T0, final
@@ -23,6 +24,7 @@ APPEND_ONLY = [
     schema.ledger_lines,
     schema.receipt_keys,
     schema.receipts,
+    schema.reconciliation_runs,
 ]
 
 
@@ -36,6 +38,7 @@ def posted(account, new_meter, db):
     meter.close()
     assert count(db, schema.ledger_lines) == 3
     assert Sealer(db, SigningKey.new()).seal_some() == 1
+    assert reconcile(db, clock=lambda: T0).agrees
     return admitted
 
 

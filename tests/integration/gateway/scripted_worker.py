@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from model_worker.protocol import (
+    EPOCH_HEADER,
     EVENT_STREAM_TYPE,
     Event,
     Finished,
@@ -35,6 +37,7 @@ from model_worker.protocol import (
     TierTokens,
     Token,
     WorkerCard,
+    WorkerStats,
     encode_event,
 )
 from tests.unit.gateway.tiny_tokenizer import prompt_files
@@ -81,6 +84,7 @@ class ScriptedWorker:
         self.cards_served = 0
         self.exchanges: list[Exchange] = []
         self.arrived = asyncio.Event()
+        self.counted: Counter[str] = Counter()
         self._prompts: dict[str, list[list[int]]] = {}
         self.reset()
 
@@ -133,6 +137,26 @@ class ScriptedWorker:
         self.arrived.clear()
         return self.exchanges[-1]
 
+    def stats(self) -> WorkerStats:
+        """What it counted since it was made; all else is left at nothing."""
+        names = (name for name in WorkerStats.__struct_fields__ if name not in {"epoch", "step_tokens"})
+        return WorkerStats(**{**dict.fromkeys(names, 0), **self.counted}, epoch=self.card.epoch)
+
+    async def _counting(self, steps: AsyncIterator[Step]) -> AsyncIterator[Step]:
+        """As an engine counts: the prompt when it is computed, each token when it is chosen."""
+        uncached = 0
+        async for step in steps:
+            if isinstance(step, Started):
+                self.counted["prompt_tokens_cached"] += step.cached.total
+                uncached = step.uncached
+            elif isinstance(step, Token):
+                self.counted["prompt_tokens_computed"] += uncached
+                self.counted["output_tokens"] += len(step.token_ids)
+                uncached = 0
+            elif isinstance(step, Finished):
+                self.counted["output_tokens"] += 1
+            yield step
+
     def app(self) -> Starlette:
         async def card(_: Request) -> Response:
             self.cards_served += 1
@@ -141,6 +165,9 @@ class ScriptedWorker:
         async def file(request: Request) -> Response:
             content = self.files.get(request.path_params["name"])
             return Response(content) if content is not None else Response(status_code=404)
+
+        async def stats(_: Request) -> Response:
+            return Response(msgspec.json.encode(self.stats()), media_type="application/json")
 
         async def readiness(_: Request) -> Response:
             return Response(status_code=200 if self.is_ready else 503)
@@ -153,12 +180,15 @@ class ScriptedWorker:
             assert request.client is not None
             exchange = Exchange(wanted, request.client.port)
             self.exchanges.append(exchange)
-            return _EventResponse(exchange, self.script(wanted), self.arrived)
+            return _EventResponse(
+                exchange, self._counting(self.script(wanted)), self.arrived, self.card.epoch
+            )
 
         return Starlette(
             routes=[
                 Route("/v1/card", card),
                 Route("/v1/files/{name}", file),
+                Route("/v1/stats", stats),
                 Route("/health/readiness", readiness),
                 Route("/v1/generate", generate, methods=["POST"]),
             ]
@@ -166,8 +196,10 @@ class ScriptedWorker:
 
 
 class _EventResponse(Response):
-    def __init__(self, exchange: Exchange, steps: AsyncIterator[Step], arrived: asyncio.Event) -> None:
-        super().__init__(status_code=200, media_type=EVENT_STREAM_TYPE)
+    def __init__(
+        self, exchange: Exchange, steps: AsyncIterator[Step], arrived: asyncio.Event, epoch: str
+    ) -> None:
+        super().__init__(status_code=200, media_type=EVENT_STREAM_TYPE, headers={EPOCH_HEADER: epoch})
         del self.headers["content-length"]
         self._exchange, self._steps, self._arrived = exchange, steps, arrived
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from model_worker.protocol import (
+    EPOCH_HEADER,
     EVENT_STREAM_TYPE,
     CacheStatistics,
     Event,
@@ -89,6 +90,10 @@ def test_a_generation_streams_counts_tokens_and_an_end(worker: RunningWorker) ->
     with worker.client.stream("POST", "/v1/generate", json=body("stream", list(range(50)))) as response:
         assert response.headers["content-type"].startswith(EVENT_STREAM_TYPE)
         events = events_of(response)
+        epoch = response.headers[EPOCH_HEADER]
+    stats = msgspec.json.decode(worker.client.get("/v1/stats").content, type=WorkerStats)
+    assert stats.epoch == epoch
+    assert stats.step_tokens == 512
     assert isinstance(events[0], Started)
     assert events[0].prompt == 50
     assert len([event for event in events if isinstance(event, Token)]) == 8
