@@ -198,6 +198,16 @@ class Journal:
             file.flush()
             os.fdatasync(file.fileno())
 
+    def num_bytes(self) -> int:
+        """Of all segments, on disk now. For metrics."""
+        with self._mutex:
+            paths = list(self._unfinished)
+        total = 0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # deleted since
+                total += path.stat().st_size
+        return total
+
     def close(self) -> None:
         """Syncs and lets the directory go. Idempotent. Raises OSError when the disk refuses."""
         with self._mutex:

@@ -116,6 +116,15 @@ class MeterStats:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What is settled and not yet posted, and how long the oldest of it has waited, in microseconds."""
+
+    events: int
+    oldest_us: int
+    journal_bytes: int
+
+
 _COUNTERS: Final = tuple(
     field.name for field in dataclasses.fields(MeterStats) if field.name not in {"pending", "in_flight"}
 )
@@ -329,6 +338,17 @@ class Meter:
                 pending=len(self._pending),
                 in_flight=len(self._in_flight),
             )
+
+    def backlog(self) -> Backlog:
+        """For metrics. Looks at the journal's files."""
+        with self._changed:
+            oldest = self._pending[0].finished_at if self._pending else None
+            events, is_open = len(self._pending), self._state != "new"
+        return Backlog(
+            events=events,
+            oldest_us=0 if oldest is None else max(0, self._clock() - oldest),
+            journal_bytes=self._journal.num_bytes() if is_open else 0,
+        )
 
     # From here to `_until_next_try`: called with the lock held.
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
 import structlog
@@ -39,6 +40,8 @@ from gateway.edge.errors import (
     ModelNotFound,
     NotFound,
 )
+from gateway.loop_lag import watched
+from gateway.metric_sources import AboutSource, BillingSource, WorkersSource
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.receipt_key import load_receipt_key
 from gateway.reporting import Reporting
@@ -89,7 +92,8 @@ class Gateway:
             self.sealer.start()
             self.roster.start()
             try:
-                yield
+                async with watched(self.metrics.observe_loop_lag):
+                    yield
             finally:
                 await self.drain.drain(self.settings.drain_seconds)
                 await self.roster.close()
@@ -111,7 +115,7 @@ def build_gateway(settings: Settings) -> Gateway:
     database = open_database(settings.database)
     meter = Meter(database, settings.journal_directory)
     sealer = Sealer(database, receipt_key, num_unposted=lambda: meter.stats().pending)
-    metrics = Metrics()
+    metrics = Metrics(max_tenants=settings.metrics_max_tenants)
     prompt_threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
     database_threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
 
@@ -123,9 +127,9 @@ def build_gateway(settings: Settings) -> Gateway:
     )
     if settings.worker_url is not None:
         roster.point_to(settings.worker_url)
-    metrics.watch_workers(lambda: roster.workers)
-    metrics.watch("meter", lambda: meter.stats().as_mapping())
-    metrics.watch("receipts", sealer.stats)
+    metrics.watch(AboutSource(version("headstart")))
+    metrics.watch(WorkersSource(lambda: roster.workers))
+    metrics.watch(BillingSource(meter, sealer))
     return Gateway(
         settings=settings,
         secret=secret,
@@ -200,6 +204,7 @@ def _reporting(gateway: Gateway) -> Reporting:
         meter=gateway.meter,
         sealer=gateway.sealer,
         executor=gateway.database_threads,
+        count_credit=gateway.metrics.count_credit,
     )
 
 
@@ -287,7 +292,11 @@ async def _database_is_reachable(gateway: Gateway) -> bool:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(_gateway(request).metrics.exposition(), media_type=CONTENT_TYPE)
+    """On a thread of its own: those of the database may all be waiting for it."""
+    gateway = _gateway(request)
+    gateway.metrics.set_database_up(await _database_is_reachable(gateway))
+    text = await asyncio.to_thread(gateway.metrics.exposition)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import structlog
 from starlette.datastructures import Headers
@@ -41,8 +41,9 @@ from gateway.edge.errors import (
 )
 from gateway.limits import rate_headers
 from gateway.logs import sanitised_client_id
-from gateway.meter import Account
-from gateway.metrics import Metrics
+from gateway.meter import Account, miss_reason
+from gateway.metrics import Generated, Metrics, Outcome, RequestFacts
+from gateway.phases import Phases
 from gateway.prompt import PromptTooLong
 from gateway.relay import ProtocolBroken, Relay, Tally, cache_status, relay_stream, relay_whole
 from gateway.routing import Route, Router
@@ -57,7 +58,6 @@ REASON_HEADER: Final = "x-headstart-cache-reason"
 """Why this model never finds anything in cache."""
 INLINE_BODY_BYTES: Final = 64 * 1024
 """Up to here parsing takes a millisecond or two at most."""
-Outcome = Literal["answered", "refused", "failed", "hung_up"]
 log = structlog.get_logger("gateway.chat")
 
 
@@ -76,6 +76,9 @@ class Call:
     cache_mode: CacheMode = "automatic"
     uncached_reason: str | None = None
     standing: Standing | None = None
+    model: str | None = None
+    refusal: str | None = None
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def elapsed_ms(self) -> float:
@@ -148,15 +151,17 @@ class ChatCompletions:
 
     async def _answer(self, call: Call, receive: Receive) -> Outcome:
         try:
-            call.principal = await self.authenticator.authenticate(
-                bearer_key(call.headers.get("authorization"))
-            )
-            body = await read_json_body(
-                receive,
-                call.headers,
-                max_bytes=self.settings.max_body_bytes,
-                timeout_seconds=self.settings.body_timeout_seconds,
-            )
+            with call.phases.timed("authenticate"):
+                call.principal = await self.authenticator.authenticate(
+                    bearer_key(call.headers.get("authorization"))
+                )
+            with call.phases.timed("receive"):
+                body = await read_json_body(
+                    receive,
+                    call.headers,
+                    max_bytes=self.settings.max_body_bytes,
+                    timeout_seconds=self.settings.body_timeout_seconds,
+                )
             exchange = Exchange(receive, call.answer)
             with self.drain.tracking(exchange):
                 await exchange.run(self._work(call, call.principal, body))
@@ -170,6 +175,7 @@ class ChatCompletions:
         """Before the answer has begun it is the error; afterwards the stream ends with one, and
         without `[DONE]`.
         """
+        call.refusal = error.code or error.type
         try:
             if call.answer.begun:
                 await call.answer.end(openai.encode_error_event(error))
@@ -181,13 +187,17 @@ class ChatCompletions:
         return "refused" if error.status < InternalError.status else "failed"
 
     async def _work(self, call: Call, principal: Principal, body: bytes) -> None:
-        request = call.request = await self._parse(body)
-        call.cache_mode = _cache_mode(call.headers)
-        route = await self.router.choose(request.model)
-        call.worker, call.uncached_reason = route.worker.name, route.card.uncached_reason
+        with call.phases.timed("parse"):
+            request = call.request = await self._parse(body)
+            call.cache_mode = _cache_mode(call.headers)
+        with call.phases.timed("route"):
+            route = await self.router.choose(request.model)
+        call.model, call.worker = route.model, route.worker.name
+        call.uncached_reason = route.card.uncached_reason
         window = route.card.context_window_tokens
         _check_limit(request, window)
-        token_ids = await self._render(request, route, window)
+        with call.phases.timed("render"):
+            token_ids = await self._render(request, route, window)
         max_tokens = _output_room(request, prompt_tokens=len(token_ids), window=window)
         tally = call.tally = Tally(
             prompt_tokens=len(token_ids), num_choices=request.num_choices, clock=time.monotonic_ns
@@ -208,6 +218,7 @@ class ChatCompletions:
             uncached_reason=route.card.uncached_reason,
             started_ns=call.began_ns,
             clock=instants.now,
+            phases=call.phases,
         )
         generate = GenerateRequest(
             request_id=str(call.request_id),
@@ -255,10 +266,13 @@ class ChatCompletions:
         if call.request.stream:
             relay = partial(relay_stream, include_usage=call.request.include_usage)
         try:
-            with route.worker.carrying():
+            with route.worker.carrying(), call.phases.generating() as generating:
                 async with route.worker.client.generate(generate) as events:
                     account.worker_epoch = events.epoch
-                    await relay(events, call.tally, head, _CallSink(call), account)
+                    try:
+                        await relay(events, call.tally, head, _CallSink(call), account)
+                    finally:
+                        generating.first_token_ns = call.tally.first_token_at
         except WorkerUnavailable as error:
             raise ServiceUnavailable(
                 "The model worker is not available.", code="worker_unavailable"
@@ -271,17 +285,36 @@ class ChatCompletions:
             raise UpstreamBroke("The model worker broke off its answer.") from error
 
     def _record(self, call: Call, outcome: Outcome) -> None:
-        status = str(call.answer.status) if call.answer.status is not None else "none"
-        self.metrics.requests.labels(ENDPOINT, status, outcome).inc()
-        self.metrics.request_seconds.labels(ENDPOINT).observe(call.elapsed_ms / 1e3)
-        facts = _facts(call)
-        if (tally := call.tally) is not None:
-            self.metrics.count_tokens(tally.counts)
-            if tally.started is not None:
-                self.metrics.cache.labels(cache_status(tally.started, call.cache_mode)).inc()
-            if tally.first_token_at is not None:
-                self.metrics.first_token_seconds.observe((tally.first_token_at - call.began_ns) / 1e9)
-        log.info("request", outcome=outcome, status=call.answer.status, **facts)
+        self.metrics.count_request(
+            RequestFacts(
+                endpoint=ENDPOINT,
+                status=call.answer.status,
+                outcome=outcome,
+                seconds=call.elapsed_ms / 1e3,
+                timings=call.phases.timings,
+                principal=call.principal,
+                refusal=call.refusal,
+                generated=_generated(call),
+            )
+        )
+        log.info("request", outcome=outcome, status=call.answer.status, **_facts(call))
+
+
+def _generated(call: Call) -> Generated | None:
+    """What metrics count of the generation, if one was begun."""
+    tally = call.tally
+    if tally is None:
+        return None
+    assert call.model is not None, "a tally is opened for a model"
+    started, first_ns = tally.started, tally.first_token_at
+    return Generated(
+        model=call.model,
+        counts=tally.counts,
+        cache_status=None if started is None else cache_status(started, call.cache_mode),
+        cached_by_tier={} if started is None else {"device": started.cached.device},
+        miss_reason=miss_reason(tally, call.uncached_reason),
+        first_token_seconds=None if first_ns is None else (first_ns - call.began_ns) / 1e9,
+    )
 
 
 def _facts(call: Call) -> dict[str, object]:

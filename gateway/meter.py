@@ -20,6 +20,7 @@ from billing.meter import Meter
 from billing.usage import Admission, Estimate, TokenCounts, UsageEvent, UsageKind
 from gateway.edge.errors import NO_RETRY, ServiceUnavailable
 from gateway.limits import refusal_of
+from gateway.phases import Phases
 from gateway.relay import Tally
 
 OBSERVE_EVERY_TOKENS: Final = 32
@@ -42,6 +43,7 @@ class Account:
         uncached_reason: str | None,
         started_ns: int,
         clock: Clock,
+        phases: Phases,
     ) -> None:
         self._meter = meter
         self._admission = admission
@@ -51,6 +53,7 @@ class Account:
         self._uncached_reason = uncached_reason
         self._started_ns = started_ns
         self._clock = clock
+        self._phases = phases
         self._observed_total = 0
         self._is_settled = False
         self.worker_epoch: str | None = None
@@ -63,9 +66,11 @@ class Account:
         Raises `InsufficientQuota` or `RateLimitExceeded` when a budget or limit has no room for it.
         """
         try:
-            # Shielded: the row may be committed although the client left, and then it must be settled too.
-            admitting = self._meter.admit(self._admission, self._estimate)
-            grant = await asyncio.shield(asyncio.wrap_future(admitting))
+            with self._phases.timed("admit"):
+                # Shielded: the row may be committed although the client left, and then it must be
+                # settled too.
+                admitting = self._meter.admit(self._admission, self._estimate)
+                grant = await asyncio.shield(asyncio.wrap_future(admitting))
         except (BudgetExceeded, RateLimited) as error:
             raise refusal_of(error) from error
         except UnpricedModel as error:
@@ -121,7 +126,8 @@ class Account:
             return
         self._is_settled = True
         is_final = self._tally.finish_reason is not None
-        self._meter.settle(self._event(UsageKind.FINAL if is_final else UsageKind.ABORTED))
+        with self._phases.timed("settle"):
+            self._meter.settle(self._event(UsageKind.FINAL if is_final else UsageKind.ABORTED))
 
     def _event(self, kind: UsageKind) -> UsageEvent:
         tally, counts = self._tally, self._tally.counts
@@ -135,12 +141,13 @@ class Account:
             first_token_ns=None if tally.first_token_at is None else tally.first_token_at - self._started_ns,
             worker=self._worker,
             worker_epoch=self.worker_epoch,
-            miss_reason=self._miss_reason(),
+            miss_reason=miss_reason(self._tally, self._uncached_reason),
         )
 
-    def _miss_reason(self) -> str | None:
-        """Why not more was found, in the one vocabulary of all surfaces."""
-        started = self._tally.started
-        if started is None or started.missed is None:
-            return None
-        return UNSUPPORTED_LAYERS if self._uncached_reason is not None else started.missed.reason
+
+def miss_reason(tally: Tally, uncached_reason: str | None) -> str | None:
+    """Why not more was found, in the one vocabulary of all surfaces."""
+    started = tally.started
+    if started is None or started.missed is None:
+        return None
+    return UNSUPPORTED_LAYERS if uncached_reason is not None else started.missed.reason

@@ -6,6 +6,7 @@ Knows the report's JSON and its answer's. Does not know what a promise is worth:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -35,8 +36,8 @@ def parse(body: bytes) -> BrokenPromise:
         raise json_body.explain_malformed(body) from None
 
 
-def answer(database: Database, broken: BrokenPromise) -> bytes:
-    """The credit; the same one each time that the report comes. Blocks.
+def answer(database: Database, broken: BrokenPromise, *, count: Callable[[int], None]) -> bytes:
+    """The credit; the same one each time that the report comes. Blocks. `count` is told a new one's amount.
 
     Raises `InvalidRequest`, `NotFound` or `DatabaseUnavailable`.
     """
@@ -46,6 +47,8 @@ def answer(database: Database, broken: BrokenPromise) -> bytes:
         raise InvalidRequest(f"The promise cannot be credited: {error}.", param=error.field) from error
     except UnknownRequest as error:
         raise NotFound("No request has ended under this id.", code="request_not_found") from error
+    if granted.is_new:
+        count(granted.amount_pusd)
     body = {
         "object": "credit",
         "id": str(granted.credit_id),

@@ -47,6 +47,8 @@ class Reporting:
     meter: Meter
     sealer: Sealer
     executor: Executor
+    count_credit: Callable[[int], None]
+    """Told the amount, in picodollars, of each that is new."""
 
     def routes(self) -> Sequence[BaseRoute]:
         return (
@@ -89,7 +91,7 @@ class Reporting:
         except ClientGone:
             return Response()  # nobody reads it
         broken = promises.parse(body)
-        return await self._json(lambda: promises.answer(self.database, broken))
+        return await self._json(lambda: promises.answer(self.database, broken, count=self.count_credit))
 
     async def list_statements(self, request: Request) -> Response:
         principal = await self._principal(request)

@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     receipt_key_file: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    metrics_max_tenants: Annotated[int, Field(ge=0, le=10_000)] = 100
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     key_cache_seconds: Annotated[float, Field(ge=0, le=1)] = 1.0
     card_poll_seconds: Seconds = 1.0

@@ -17,18 +17,19 @@ from pathlib import Path
 
 import anyio
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from model_worker.engine import Engine, EngineStopped, RequestRefused
-from model_worker.metrics import EngineCollector
+from model_worker.engine import Engine, EngineStopped, EventSink, RequestRefused
+from model_worker.metrics import WorkerMetrics
 from model_worker.protocol import (
     EPOCH_HEADER,
     EVENT_STREAM_TYPE,
+    CacheStatistics,
     Event,
     Failed,
     Finished,
@@ -45,6 +46,8 @@ _STATUS: dict[RefusalCode, int] = {
     "queue_full": 503,
     "draining": 503,
 }
+LOOK_SECONDS = 2.0
+"""How long a scrape waits for the cache to tell: a step may be under way."""
 _REQUEST_DECODER = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -60,23 +63,28 @@ def create_app(
     max_body_bytes: int,
 ) -> Starlette:
     """Wires the routes to a running engine."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, card))
+    metrics = WorkerMetrics(engine, card)
 
     async def generate(request: Request) -> Response:
         try:
             wanted = _REQUEST_DECODER.decode(await _read_body(request, max_body_bytes))
-            events = await _submit(engine, wanted)
+            events = EventQueue()
+            observed = metrics.observe(wanted, events.put)
+            await _submit(engine, wanted, observed)
         except BodyTooLarge:
             message = f"the body is over {max_body_bytes} bytes"
             return _json(Refusal(code="invalid_request", message=message), 413)
         except msgspec.DecodeError as error:
             return _json(Refusal(code="invalid_request", message=str(error)), 400)
         except RequestRefused as error:
+            metrics.count_refusal(error.refusal.code)
             return _json(error.refusal, _STATUS[error.refusal.code])
-        return EventStream(
-            events, n=wanted.n, epoch=card.epoch, on_hang_up=lambda: engine.cancel(wanted.request_id)
-        )
+
+        def hang_up() -> None:
+            engine.cancel(wanted.request_id)
+            observed.hang_up()
+
+        return EventStream(events, n=wanted.n, epoch=card.epoch, on_hang_up=hang_up)
 
     async def show_card(request: Request) -> Response:
         return _json(card)
@@ -88,8 +96,10 @@ def create_app(
         path = files.get(request.path_params["name"])
         return FileResponse(path) if path else Response(status_code=404)
 
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def show_metrics(request: Request) -> Response:
+        seen = await _look(engine)
+        text = await anyio.to_thread.run_sync(metrics.exposition, seen)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def liveness(request: Request) -> Response:
         return Response(status_code=200 if engine.is_alive else 503)
@@ -104,7 +114,7 @@ def create_app(
             Route("/v1/stats", show_stats),
             Route("/v1/statistics", partial(_show_statistics, engine)),
             Route("/v1/files/{name}", show_file),
-            Route("/metrics", metrics),
+            Route("/metrics", show_metrics),
             Route("/health/liveness", liveness),
             Route("/health/readiness", readiness),
         ]
@@ -119,14 +129,43 @@ async def _show_statistics(engine: Engine, _: Request) -> Response:
     return _json(seen)
 
 
+async def _look(engine: Engine) -> CacheStatistics | None:
+    """What the cache tells; None when it does not in time."""
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            return await asyncio.wrap_future(engine.look())
+    except (EngineStopped, TimeoutError):
+        return None
+
+
+class EventQueue:
+    """The way of one request's events from the engine's thread to the loop that made this."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        # Bounded by the request itself: one event per token of each choice and a few more.
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        # A closed loop raises: the server has gone, and with it whoever listened.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def batch(self) -> list[Event]:
+        """Waits for one event, and takes all that are there: several can be ready after a busy step."""
+        batch = [await self._events.get()]
+        while not self._events.empty():
+            batch.append(self._events.get_nowait())
+        return batch
+
+
 class EventStream(Response):
     """Sends events as lines until all `n` choices have ended or the client is gone."""
 
     media_type = EVENT_STREAM_TYPE
 
-    def __init__(
-        self, events: asyncio.Queue[Event], *, n: int, epoch: str, on_hang_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, events: EventQueue, *, n: int, epoch: str, on_hang_up: Callable[[], None]) -> None:
         super().__init__(status_code=200, headers={EPOCH_HEADER: epoch})
         self._num_open = n
         # No length is known: the server sends chunks.
@@ -149,10 +188,7 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while True:
-            # Several events can be ready after a busy step: they share a packet.
-            batch = [await self._events.get()]
-            while not self._events.empty():
-                batch.append(self._events.get_nowait())
+            batch = await self._events.batch()  # they share a packet
             body = b"".join(map(encode_event, batch))
             self._num_open -= sum(isinstance(event, Finished) for event in batch)
             last = self._num_open == 0 or isinstance(batch[-1], Failed)
@@ -168,22 +204,12 @@ async def _cancel_on_hang_up(receive: Receive, scope: anyio.CancelScope) -> None
     scope.cancel()
 
 
-async def _submit(engine: Engine, request: GenerateRequest) -> asyncio.Queue[Event]:
-    """Hands a request to the engine; its events arrive on the running loop's queue."""
-    loop = asyncio.get_running_loop()
-    # Bounded by the request itself: one event per token of each choice and a few more.
-    events: asyncio.Queue[Event] = asyncio.Queue()
-
-    def deliver(event: Event) -> None:
-        # A closed loop raises: the server has gone, and with it whoever listened.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
+async def _submit(engine: Engine, request: GenerateRequest, sink: EventSink) -> None:
+    """Hands a request to the engine. Raises `RequestRefused`."""
     if engine.takes_long(request):
-        await anyio.to_thread.run_sync(engine.submit, request, deliver)
+        await anyio.to_thread.run_sync(engine.submit, request, sink)
     else:
-        engine.submit(request, deliver)
-    return events
+        engine.submit(request, sink)
 
 
 async def _read_body(request: Request, limit_bytes: int) -> bytes:

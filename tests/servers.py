@@ -15,9 +15,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from tests.debian import find_or_install
 
@@ -125,6 +127,48 @@ def postgres_binaries() -> Path:
     return found
 
 
+@contextmanager
+def running_prometheus(config: Path) -> Iterator[str]:
+    """Prometheus with this configuration, on a free port; its address once it is ready."""
+    program = prometheus_program("prometheus")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="hs-prom-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    program,
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder}/data",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                    "--query.lookback-delta=1m",
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            _wait_until_ready(process, f"http://127.0.0.1:{port}/-/ready", log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _stop(process, signal.SIGTERM)
+
+
+def prometheus_program(name: str) -> Path:
+    """`prometheus` or `promtool`. Installs Debian's package, which has both, where that is possible."""
+    found = find_or_install(lambda: find_prometheus_program(name), "prometheus")
+    if found is None:
+        raise ServerMissingError(
+            f"these tests run a real Prometheus and found no {name}: install Debian's `prometheus` package, "
+            "or put `prometheus` and `promtool` on PATH"
+        )
+    return found
+
+
+def find_prometheus_program(name: str) -> Path | None:
+    on_path = shutil.which(name)
+    return Path(on_path) if on_path else None
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -156,6 +200,17 @@ def _wait_until_accepting(process: subprocess.Popen[bytes], binaries: Path, port
     while subprocess.run(ready, check=False).returncode != 0:
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"PostgreSQL did not start:\n{log.read_text(errors='replace')}")
+        time.sleep(0.05)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
         time.sleep(0.05)
 
 

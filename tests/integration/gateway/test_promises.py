@@ -68,6 +68,9 @@ async def test_a_report_is_credited_once_and_its_receipt_is_the_tenants(stack, a
     assert first.json()["amount"] == "-0.0000024"
     assert (first.json()["is_new"], again.json()["is_new"]) == (True, False)
     assert first.json()["id"] == again.json()["id"]
+    counted = stack.gateway.metrics.registry.get_sample_value
+    assert counted("headstart_credits_total") == 1
+    assert counted("headstart_credited_dollars_total") == 0.0000024
     async with stack.http() as http:
         receipts = (await http.get(f"/v1/receipts/{report['request_id']}")).json()["data"]
     assert [one["kind"] for one in receipts] == ["final", "credit"]

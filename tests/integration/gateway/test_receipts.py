@@ -109,7 +109,7 @@ async def test_operators_see_how_many_receipts_are_due(stack):
     async with stack.http() as http:
         scraped = (await http.get("/metrics")).text
     assert "headstart_receipts_due " in scraped
-    assert "headstart_receipts_sealed " in scraped
+    assert "headstart_receipts_sealed_total " in scraped
 
 
 @pytest.fixture
