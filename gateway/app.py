@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -45,6 +46,7 @@ from gateway.metric_sources import AboutSource, BillingSource, WorkersSource
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.receipt_key import load_receipt_key
 from gateway.reporting import Reporting
+from gateway.request_ids import RequestIds, request_id_of, route_of
 from gateway.roster import Roster
 from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
@@ -182,6 +184,7 @@ def build_app(
             *_dashboard(gateway, clock).routes(),
             *extra_routes,
         ],
+        middleware=[Middleware(RequestIds)],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_unexpected},
     )
     app.router.redirect_slashes = False
@@ -324,5 +327,7 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 async def _refuse_unexpected(request: Request, error: Exception) -> Response:
     """Our own mistake: logged with its place, and told without it."""
-    log.error("unexpected", exc_info=error, path=request.url.path)
-    return await _refuse(request, InternalError("Something went wrong on our side."))
+    request_id = str(request_id_of(request.scope))
+    log.error("unexpected", exc_info=error, route=route_of(request.scope), request_id=request_id)
+    told = InternalError("Something went wrong on our side.", headers={"x-request-id": request_id})
+    return await _refuse(request, told)

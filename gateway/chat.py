@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from billing import instants
 from billing.accounts import Principal
-from billing.ids import RequestId, new_request_id
+from billing.ids import RequestId
 from billing.limits import Standing
 from billing.meter import Meter
 from billing.usage import Admission, Estimate
@@ -46,6 +46,7 @@ from gateway.metrics import Generated, Metrics, Outcome, RequestFacts
 from gateway.phases import Phases
 from gateway.prompt import PromptTooLong
 from gateway.relay import ProtocolBroken, Relay, Tally, cache_status, relay_stream, relay_whole
+from gateway.request_ids import keep_own_line, request_id_of
 from gateway.routing import Route, Router
 from gateway.secrets import DeploymentSecret
 from gateway.settings import Settings
@@ -141,7 +142,8 @@ class ChatCompletions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = Answer(send, stall_seconds=self.settings.client_stall_timeout_seconds)
-        call = Call(request_id=new_request_id(), headers=Headers(scope=scope), answer=answer)
+        call = Call(request_id=request_id_of(scope), headers=Headers(scope=scope), answer=answer)
+        keep_own_line(scope)
         outcome: Outcome = "failed"
         with self.metrics.in_flight(ENDPOINT):
             try:

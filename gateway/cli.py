@@ -138,7 +138,7 @@ def serve(
 
 def serve_locally(settings: Settings, command: Sequence[str]) -> None:
     """A gateway and the worker that the command starts, until a signal. Raises what its parts raise."""
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, log_format=settings.log_format)
     with listen(settings.host, settings.port) as listener:
         actual_port: int = listener.getsockname()[1]
         gateway = build_gateway(settings)
@@ -171,7 +171,7 @@ def serve_gateway(
     settings = settings_from(port=port, worker_url=worker_url)
     if settings.worker_url is None:
         raise CommandRefused("no worker: set HEADSTART_WORKER_URL or give --worker-url")
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, log_format=settings.log_format)
     with listen(settings.host, settings.port) as listener:
         address = f"http://{settings.host}:{listener.getsockname()[1]}/v1"
         gateway = build_gateway(settings)

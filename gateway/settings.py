@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gateway.logs import LogFormat
+
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -30,6 +32,7 @@ class Settings(BaseSettings):
     secret_file: Path | None = None
     receipt_key_file: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "json"
 
     metrics_max_tenants: Annotated[int, Field(ge=0, le=10_000)] = 100
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024

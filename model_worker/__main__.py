@@ -17,6 +17,7 @@ from pydantic_settings import CliApp
 
 from model_worker.engine import Engine
 from model_worker.kv_cache import KVCacheTooLarge
+from model_worker.logs import configure_logs
 from model_worker.models import ModelUnavailable
 from model_worker.server import create_app
 from model_worker.settings import WorkerSettings
@@ -55,7 +56,7 @@ def main() -> int:
     except ValidationError as error:
         sys.stderr.write(f"headstart worker: {_settings_fault(error)}\n")
         return 2
-    _configure_logs()
+    configure_logs(settings.log_level, settings.log_format)
     if settings.exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     try:
@@ -74,20 +75,6 @@ def _settings_fault(error: ValidationError) -> str:
     return "; ".join(faults)
 
 
-def _configure_logs() -> None:
-    """JSON lines on standard error, like the gateway's. Never prompt text: events carry counts and ids."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger("info"),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-
-
 def _listen(settings: WorkerSettings) -> socket.socket:
     """Binds before the model loads, so that a taken port is told at once."""
     family = socket.AF_INET6 if ":" in settings.worker_host else socket.AF_INET
@@ -102,7 +89,7 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
         max_body_bytes=settings.max_body_bytes,
     )
     server = DrainingServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5),
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5),
         worker.engine,
         drain_seconds=settings.drain_seconds,
     )

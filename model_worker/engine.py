@@ -365,7 +365,8 @@ class Engine:
         except StepAbandoned:
             return  # the inbox ends those requests
         except RuntimeError as error:  # what torch raises, running out of memory included
-            log.exception("step_failed", num_chunks=len(step.chunks))
+            request_ids = sorted(waiting_for_it)
+            log.exception("step_failed", num_chunks=len(step.chunks), request_ids=request_ids)
             self._fail_step(step, f"the forward pass failed: {error}")
             return
         self._scheduler.commit(step)

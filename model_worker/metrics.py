@@ -189,6 +189,8 @@ class ObservedRequest:
         self._sink = sink
         self._clock = clock
         self._arrived_at = clock()
+        self._outcome: str | None = None
+        self._started: Started | None = None
         self._started_at = 0.0
         self._first_token_at: float | None = None
         self._last_token_at: list[float | None] = [None] * request.n
@@ -214,9 +216,23 @@ class ObservedRequest:
         """Nobody waits any more: texts that have not ended never will."""
         self._end_open(ABORTED)
 
+    def facts(self) -> dict[str, object]:
+        """For a log line: the request's id, how it ended, counts and times, and never a token."""
+        started = self._started
+        return {
+            "request_id": self._request.request_id,
+            "outcome": self._outcome,
+            "prompt_tokens": len(self._request.token_ids),
+            "cached_tokens": None if started is None else started.cached.total,
+            "output_tokens": sum(self._outputs),
+            "queue_ms": None if started is None else _milliseconds(self._started_at - self._arrived_at),
+            "first_token_ms": self._first_token_at and _milliseconds(self._first_token_at - self._arrived_at),
+            "elapsed_ms": _milliseconds(self._clock() - self._arrived_at),
+        }
+
     def _start(self, event: Started, now: float) -> None:
         metrics = self._metrics
-        self._started_at = now
+        self._started, self._started_at = event, now
         metrics.queued.observe(now - self._arrived_at)
         metrics.request_prompt.observe(event.prompt)
         metrics.asked_output.observe(self._request.sampling.max_tokens)
@@ -246,6 +262,7 @@ class ObservedRequest:
             if not self._num_open:
                 return  # its client has hung up: it is counted
             self._num_open -= 1
+            self._outcome = event.reason
             has_ended = not self._num_open
         metrics = self._metrics
         metrics.ended[event.reason].inc()
@@ -261,6 +278,8 @@ class ObservedRequest:
     def _end_open(self, reason: str) -> None:
         with self._ending:
             num_ended, self._num_open = self._num_open, 0
+            if num_ended:
+                self._outcome = reason
         self._metrics.ended[reason].inc(num_ended)
 
 
@@ -410,6 +429,10 @@ class _OldName(Collector):
                 renamed = sample.name.replace(family.name, self._name, 1)
                 old.samples.append(sample._replace(name=renamed))
             yield old
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1_000 * seconds, 3)
 
 
 def _powers_of_two(most: int) -> tuple[float, ...]:

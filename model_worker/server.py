@@ -10,13 +10,14 @@ while the prompt still queues.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import anyio
 import msgspec
+import structlog
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -48,6 +49,8 @@ _STATUS: dict[RefusalCode, int] = {
 }
 LOOK_SECONDS = 2.0
 """How long a scrape waits for the cache to tell: a step may be under way."""
+log = structlog.get_logger(__name__)
+
 _REQUEST_DECODER = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -64,27 +67,6 @@ def create_app(
 ) -> Starlette:
     """Wires the routes to a running engine."""
     metrics = WorkerMetrics(engine, card)
-
-    async def generate(request: Request) -> Response:
-        try:
-            wanted = _REQUEST_DECODER.decode(await _read_body(request, max_body_bytes))
-            events = EventQueue()
-            observed = metrics.observe(wanted, events.put)
-            await _submit(engine, wanted, observed)
-        except BodyTooLarge:
-            message = f"the body is over {max_body_bytes} bytes"
-            return _json(Refusal(code="invalid_request", message=message), 413)
-        except msgspec.DecodeError as error:
-            return _json(Refusal(code="invalid_request", message=str(error)), 400)
-        except RequestRefused as error:
-            metrics.count_refusal(error.refusal.code)
-            return _json(error.refusal, _STATUS[error.refusal.code])
-
-        def hang_up() -> None:
-            engine.cancel(wanted.request_id)
-            observed.hang_up()
-
-        return EventStream(events, n=wanted.n, epoch=card.epoch, on_hang_up=hang_up)
 
     async def show_card(request: Request) -> Response:
         return _json(card)
@@ -109,7 +91,7 @@ def create_app(
 
     return Starlette(
         routes=[
-            Route("/v1/generate", generate, methods=["POST"]),
+            Route("/v1/generate", Generations(engine, card, metrics, max_body_bytes), methods=["POST"]),
             Route("/v1/card", show_card),
             Route("/v1/stats", show_stats),
             Route("/v1/statistics", partial(_show_statistics, engine)),
@@ -119,6 +101,45 @@ def create_app(
             Route("/health/readiness", readiness),
         ]
     )
+
+
+class Generations:
+    """An ASGI application for the one route that does work."""
+
+    def __init__(self, engine: Engine, card: WorkerCard, metrics: WorkerMetrics, max_body_bytes: int) -> None:
+        self._engine = engine
+        self._epoch = card.epoch
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._respond(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
+        try:
+            wanted = _REQUEST_DECODER.decode(await _read_body(request, self._max_body_bytes))
+        except BodyTooLarge:
+            message = f"the body is over {self._max_body_bytes} bytes"
+            return _json(Refusal(code="invalid_request", message=message), 413)
+        except msgspec.DecodeError as error:
+            return _json(Refusal(code="invalid_request", message=str(error)), 400)
+        events = EventQueue()
+        observed = self._metrics.observe(wanted, events.put)
+        try:
+            await _submit(self._engine, wanted, observed)
+        except RequestRefused as error:
+            self._metrics.count_refusal(error.refusal.code)
+            log.info("refused", request_id=wanted.request_id, code=error.refusal.code)
+            return _json(error.refusal, _STATUS[error.refusal.code])
+
+        def on_end(*, is_whole: bool) -> None:
+            if not is_whole:
+                self._engine.cancel(wanted.request_id)
+                observed.hang_up()
+            log.info("generation", **observed.facts())
+
+        return EventStream(events, n=wanted.n, epoch=self._epoch, on_end=on_end)
 
 
 async def _show_statistics(engine: Engine, _: Request) -> Response:
@@ -160,18 +181,24 @@ class EventQueue:
         return batch
 
 
+class OnEnd(Protocol):
+    """Told once, when all events are sent (`is_whole`) or their reader is gone. Must not block."""
+
+    def __call__(self, *, is_whole: bool) -> None: ...
+
+
 class EventStream(Response):
     """Sends events as lines until all `n` choices have ended or the client is gone."""
 
     media_type = EVENT_STREAM_TYPE
 
-    def __init__(self, events: EventQueue, *, n: int, epoch: str, on_hang_up: Callable[[], None]) -> None:
+    def __init__(self, events: EventQueue, *, n: int, epoch: str, on_end: OnEnd) -> None:
         super().__init__(status_code=200, headers={EPOCH_HEADER: epoch})
         self._num_open = n
         # No length is known: the server sends chunks.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._events = events
-        self._on_hang_up = on_hang_up
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         finished = False
@@ -182,8 +209,7 @@ class EventStream(Response):
                 finished = True
                 tasks.cancel_scope.cancel()
         finally:
-            if not finished:
-                self._on_hang_up()  # no await: a cancelled task may not wait
+            self._on_end(is_whole=finished)  # no await: a cancelled task may not wait
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

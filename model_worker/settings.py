@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model_worker.logs import LogFormat, LogLevel
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -36,6 +38,8 @@ class WorkerSettings(BaseSettings):
     worker_host: str = Field("127.0.0.1", description="address to listen on")
     worker_port: int = Field(8090, ge=0, le=65535, description="0 takes a free port")
     port_file: Path | None = Field(None, description="the chosen port is written here once listening")
+    log_level: LogLevel = Field("info", description="less important lines are not written")
+    log_format: LogFormat = Field("json", description="one JSON object a line, or text for a person")
     exit_with_parent: bool = Field(False, description="exit when standard input closes")
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

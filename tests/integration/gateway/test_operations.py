@@ -3,11 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import httpx
 import openai
 import pytest
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from billing import instants
 from billing.accounts import list_keys, revoke_key
+from gateway.app import build_app
 from model_worker.protocol import GenerateRequest, Token
 from tests.integration.gateway.scripted_worker import MODEL, Step
 
@@ -76,3 +82,25 @@ async def test_fifty_requests_at_once_are_fifty_events(stack):
     events = await stack.usage_events()
     assert len({event.request_id for event in events}) == 50
     assert {event.kind for event in events} == {"final"}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/usage", "/nothing", "/health/liveness", "/metrics"])
+async def test_every_answer_has_an_id_of_its_own(stack, path):
+    async with stack.http() as http:
+        ids = {(await http.get(path)).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+async def test_our_own_mistake_is_told_and_logged_under_one_id(stack):
+    async def fail(_: Request) -> Response:
+        raise KeyError("a client's words")
+
+    app = build_app(stack.gateway, extra_routes=[Route("/mistake", fail)])
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    with structlog.testing.capture_logs() as lines:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            answer = await http.get("/mistake")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "words" not in answer.text
+    [line] = [line for line in lines if line["event"] == "unexpected"]
+    assert (line["request_id"], line["route"]) == (answer.headers["x-request-id"], "/mistake")

@@ -1,5 +1,7 @@
 """What may stand in a log line."""
 
+import asyncio
+import gc
 import io
 import json
 import logging
@@ -7,7 +9,8 @@ import logging
 import pytest
 import structlog
 
-from gateway.logs import configure_logs, sanitised_client_id
+from billing.errors import DatabaseUnavailable
+from gateway.logs import WITHHELD, configure_logs, sanitised_client_id
 
 
 @pytest.fixture
@@ -50,9 +53,59 @@ def test_an_error_is_logged_without_what_its_variables_hold():
     configure_logs("info", stream)
     prompt = "tell " + "nobody"
     try:
-        raise RuntimeError(f"failed after {len(prompt)} characters")
-    except RuntimeError:
+        raise DatabaseUnavailable(f"failed after {len(prompt)} characters")
+    except DatabaseUnavailable:
         structlog.get_logger("gateway.test").exception("request_failed")
     line = stream.getvalue()
     assert "failed after 11 characters" in line
     assert prompt not in line
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+@pytest.mark.usefixtures("restored_logging")
+def test_the_words_of_an_exception_that_is_not_ours_are_withheld_at_any_depth(log_format):
+    stream = io.StringIO()
+    configure_logs("info", stream, log_format=log_format)
+    prompt = "tell " + "nobody"
+    try:
+        try:
+            raise KeyError(prompt)
+        except KeyError as error:
+            error.add_note(prompt)
+            raise DatabaseUnavailable("the database is away") from error
+    except DatabaseUnavailable:
+        structlog.get_logger("gateway.test").exception("ours")
+        logging.getLogger("some.library").exception("theirs")
+    text = stream.getvalue()
+    assert prompt not in text
+    assert text.count("the database is away") == text.count("KeyError") == 2
+    assert text.count(WITHHELD) == 2
+    assert "test_logs.py" in text
+
+
+@pytest.mark.usefixtures("restored_logging")
+async def test_a_lost_tasks_words_are_withheld():
+    stream = io.StringIO()
+    configure_logs("info", stream)
+    prompt = "tell " + "nobody"
+
+    async def fail() -> None:
+        raise KeyError(prompt)
+
+    task = asyncio.create_task(fail())
+    await asyncio.wait([task])
+    del task
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "Task exception was never retrieved" in stream.getvalue()
+    assert prompt not in stream.getvalue()
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_lines_for_a_person_are_text():
+    stream = io.StringIO()
+    configure_logs("info", stream, log_format="console")
+    structlog.get_logger("gateway.test").info("request", status=200)
+    assert "request" in stream.getvalue()
+    assert "status=200" in stream.getvalue()
+    assert not stream.getvalue().startswith("{")
