@@ -51,6 +51,7 @@ from gateway.roster import Roster
 from gateway.routing import Router
 from gateway.secrets import DeploymentSecret, load_secret
 from gateway.settings import Settings
+from gateway.tracing import Tracer, tracer_for
 from gateway.web.routes import Dashboard
 from gateway.workers import PhaseTimeouts
 
@@ -75,6 +76,7 @@ class Gateway:
     roster: Roster
     router: Router
     metrics: Metrics
+    tracer: Tracer
     drain: Drain
     prompt_threads: ThreadPoolExecutor
     database_threads: ThreadPoolExecutor
@@ -102,15 +104,17 @@ class Gateway:
         finally:
             await asyncio.to_thread(self.meter.close)
             await asyncio.to_thread(self.sealer.close)
+            await asyncio.to_thread(self.tracer.close)
             self.prompt_threads.shutdown(wait=False, cancel_futures=True)
             self.database_threads.shutdown(wait=True, cancel_futures=True)
             self.database.close()
 
 
 def build_gateway(settings: Settings) -> Gateway:
-    """Raises `HomeUnusable`, `SecretUnusable`, or billing's `UnsupportedDatabase`. Makes the home
-    directory, and connects to nothing yet.
+    """Raises `HomeUnusable`, `SecretUnusable`, `TracingUnavailable`, or billing's `UnsupportedDatabase`.
+    Makes the home directory, and connects to nothing yet.
     """
+    tracer = tracer_for(settings.otlp_endpoint)
     make_home(settings.home)
     secret = load_secret(settings)
     receipt_key = load_receipt_key(settings)
@@ -148,6 +152,7 @@ def build_gateway(settings: Settings) -> Gateway:
         roster=roster,
         router=Router(roster),
         metrics=metrics,
+        tracer=tracer,
         drain=Drain(),
         prompt_threads=prompt_threads,
         database_threads=database_threads,
@@ -169,6 +174,7 @@ def build_app(
         router=gateway.router,
         meter=gateway.meter,
         metrics=gateway.metrics,
+        tracer=gateway.tracer,
         drain=gateway.drain,
         prompt_threads=gateway.prompt_threads,
     )

@@ -50,6 +50,7 @@ from gateway.request_ids import keep_own_line, request_id_of
 from gateway.routing import Route, Router
 from gateway.secrets import DeploymentSecret
 from gateway.settings import Settings
+from gateway.tracing import UNTRACED, RequestTrace, Told, Tracer
 from gateway.workers import WorkerBroke, WorkerRefused, WorkerSilent, WorkerUnavailable
 from model_worker.protocol import CacheMode, GenerateRequest, SamplingParams, Started
 
@@ -69,6 +70,7 @@ class Call:
     request_id: RequestId
     headers: Headers
     answer: Answer
+    trace: RequestTrace
     began_ns: int = field(default_factory=time.monotonic_ns)
     principal: Principal | None = None
     request: CanonicalRequest | None = None
@@ -137,12 +139,19 @@ class ChatCompletions:
     router: Router
     meter: Meter
     metrics: Metrics
+    tracer: Tracer
     drain: Drain
     prompt_threads: Executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = Answer(send, stall_seconds=self.settings.client_stall_timeout_seconds)
-        call = Call(request_id=request_id_of(scope), headers=Headers(scope=scope), answer=answer)
+        headers = Headers(scope=scope)
+        call = Call(
+            request_id=request_id_of(scope),
+            headers=headers,
+            answer=answer,
+            trace=self.tracer.begin(headers),
+        )
         keep_own_line(scope)
         outcome: Outcome = "failed"
         with self.metrics.in_flight(ENDPOINT):
@@ -269,7 +278,8 @@ class ChatCompletions:
             relay = partial(relay_stream, include_usage=call.request.include_usage)
         try:
             with route.worker.carrying(), call.phases.generating() as generating:
-                async with route.worker.client.generate(generate) as events:
+                headers = call.trace.worker_headers()
+                async with route.worker.client.generate(generate, headers) as events:
                     account.worker_epoch = events.epoch
                     try:
                         await relay(events, call.tally, head, _CallSink(call), account)
@@ -287,18 +297,27 @@ class ChatCompletions:
             raise UpstreamBroke("The model worker broke off its answer.") from error
 
     def _record(self, call: Call, outcome: Outcome) -> None:
-        self.metrics.count_request(
-            RequestFacts(
-                endpoint=ENDPOINT,
-                status=call.answer.status,
-                outcome=outcome,
-                seconds=call.elapsed_ms / 1e3,
-                timings=call.phases.timings,
-                principal=call.principal,
-                refusal=call.refusal,
-                generated=_generated(call),
-            )
+        facts = RequestFacts(
+            endpoint=ENDPOINT,
+            status=call.answer.status,
+            outcome=outcome,
+            seconds=call.elapsed_ms / 1e3,
+            timings=call.phases.timings,
+            principal=call.principal,
+            refusal=call.refusal,
+            generated=_generated(call),
         )
+        self.metrics.count_request(facts)
+        if call.trace is not UNTRACED:
+            call.trace.end(
+                Told(
+                    request_id=str(call.request_id),
+                    facts=facts,
+                    request=call.request,
+                    worker=call.worker,
+                    finish_reasons=[] if call.tally is None else call.tally.finish_reasons,
+                )
+            )
         log.info("request", outcome=outcome, status=call.answer.status, **_facts(call))
 
 
@@ -329,6 +348,8 @@ def _facts(call: Call) -> dict[str, object]:
         "stream": call.request.stream if call.request else None,
         "elapsed_ms": round(call.elapsed_ms, 3),
     }
+    if call.trace.trace_id is not None:
+        facts["trace_id"] = call.trace.trace_id
     if call.tally is not None:
         counts = call.tally.counts
         facts |= {

@@ -68,6 +68,7 @@ from gateway.terminal import (
     settings_from,
     shown,
 )
+from gateway.tracing import TracingUnavailable
 from prefix_store.simulate import command as simulate_trace
 
 EXIT_REFUSED: Final = 1
@@ -117,6 +118,7 @@ def refusals_told() -> Iterator[None]:
         BillingError,
         HomeUnusable,
         SecretUnusable,
+        TracingUnavailable,
         PortTaken,
         WorkerEnded,
         WorkerSlow,

@@ -33,6 +33,7 @@ class Settings(BaseSettings):
     receipt_key_file: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "json"
+    otlp_endpoint: str | None = None
 
     metrics_max_tenants: Annotated[int, Field(ge=0, le=10_000)] = 100
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
@@ -53,14 +54,16 @@ class Settings(BaseSettings):
         return value.expanduser().absolute()
 
     @field_validator(
-        "database_url", "model", "worker_url", "secret_file", "secret", "receipt_key_file", mode="before"
+        *("database_url", "model", "worker_url", "secret_file", "secret"),
+        *("receipt_key_file", "otlp_endpoint"),
+        mode="before",
     )
     @classmethod
     def _empty_is_unset(cls, value: object) -> object:
         """Compose files pass `HEADSTART_MODEL=` for a variable nobody set."""
         return None if value == "" else value
 
-    @field_validator("worker_url")
+    @field_validator("worker_url", "otlp_endpoint")
     @classmethod
     def _http_only(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -218,7 +218,9 @@ class WorkerClient:
         return answer is not None
 
     @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[EventStream]:
+    async def generate(
+        self, request: GenerateRequest, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[EventStream]:
         """Events of one generation. Leaving the block closes the connection at once, which cancels the rest.
 
         Raises `WorkerUnavailable` or `WorkerRefused` before the first event, `WorkerBroke` or
@@ -227,7 +229,7 @@ class WorkerClient:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.first_event_seconds
-        response = await self._post(request, deadline)
+        response = await self._post(request, headers or {}, deadline)
         try:
             if response.status != HTTPStatus.OK:
                 raise await self._refusal(response)
@@ -244,12 +246,16 @@ class WorkerClient:
             # awaited on a hang-up.
             response.close()
 
-    async def _post(self, request: GenerateRequest, deadline: float) -> aiohttp.ClientResponse:
+    async def _post(
+        self, request: GenerateRequest, headers: Mapping[str, str], deadline: float
+    ) -> aiohttp.ClientResponse:
         body = _ENCODER.encode(request)
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._session.post(
-                    f"{self.url}/v1/generate", data=body, headers={"content-type": "application/json"}
+                    f"{self.url}/v1/generate",
+                    data=body,
+                    headers={"content-type": "application/json", **headers},
                 )
         except aiohttp.ClientConnectorError as error:
             raise WorkerUnavailable(self.url, "the connection was refused") from error

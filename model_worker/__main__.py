@@ -21,6 +21,7 @@ from model_worker.logs import configure_logs
 from model_worker.models import ModelUnavailable
 from model_worker.server import create_app
 from model_worker.settings import WorkerSettings
+from model_worker.tracing import Tracing, TracingUnavailable
 from model_worker.wiring import Worker, load_worker
 
 EXIT_UNUSABLE_MODEL = 3
@@ -61,7 +62,11 @@ def main() -> int:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     try:
         with _listen(settings) as listener:
-            return _serve(load_worker(settings), settings, listener)
+            tracing = Tracing(settings.otlp_endpoint)
+            return _serve(load_worker(settings), settings, listener, tracing)
+    except TracingUnavailable as error:
+        sys.stderr.write(f"headstart worker: {error}\n")
+        return 2
     except (ModelUnavailable, KVCacheTooLarge) as error:
         sys.stderr.write(f"headstart worker: {error}\n")
         return EXIT_UNUSABLE_MODEL
@@ -81,12 +86,13 @@ def _listen(settings: WorkerSettings) -> socket.socket:
     return socket.create_server((settings.worker_host, settings.worker_port), family=family, backlog=512)
 
 
-def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) -> int:
+def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket, tracing: Tracing) -> int:
     app = create_app(
         engine=worker.engine,
         card=worker.card,
         files=worker.files,
         max_body_bytes=settings.max_body_bytes,
+        tracing=tracing,
     )
     server = DrainingServer(
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5),
@@ -109,6 +115,7 @@ def _serve(worker: Worker, settings: WorkerSettings, listener: socket.socket) ->
         server.run(sockets=[listener])
     finally:
         worker.engine.stop()
+        tracing.close()
     return EXIT_ENGINE_DIED if worker.engine.died else 0
 
 

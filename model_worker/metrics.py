@@ -188,7 +188,7 @@ class ObservedRequest:
         self._request = request
         self._sink = sink
         self._clock = clock
-        self._arrived_at = clock()
+        self.arrived_at = clock()
         self._outcome: str | None = None
         self._started: Started | None = None
         self._started_at = 0.0
@@ -216,6 +216,37 @@ class ObservedRequest:
         """Nobody waits any more: texts that have not ended never will."""
         self._end_open(ABORTED)
 
+    def now(self) -> float:
+        """On the clock of every time here."""
+        return self._clock()
+
+    def phases(self, now: float) -> Iterator[tuple[str, float, float]]:
+        """Queue, prefill and decode, as far as the request came: each with its beginning and end."""
+        if self._started is None:
+            yield "queue", self.arrived_at, now
+            return
+        yield "queue", self.arrived_at, self._started_at
+        if self._first_token_at is None:
+            yield "prefill", self._started_at, now
+            return
+        yield "prefill", self._started_at, self._first_token_at
+        yield "decode", self._first_token_at, now
+
+    def span_attributes(self) -> dict[str, str | int]:
+        """For a trace: the request's id, how it ended and its counts, and never a token."""
+        known: dict[str, str | int | None] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "headstart",
+            "gen_ai.usage.input_tokens": len(self._request.token_ids),
+            "gen_ai.usage.cache_read.input_tokens": None
+            if self._started is None
+            else self._started.cached.total,
+            "gen_ai.usage.output_tokens": sum(self._outputs),
+            "headstart.request_id": self._request.request_id,
+            "headstart.outcome": self._outcome,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
     def facts(self) -> dict[str, object]:
         """For a log line: the request's id, how it ended, counts and times, and never a token."""
         started = self._started
@@ -225,15 +256,15 @@ class ObservedRequest:
             "prompt_tokens": len(self._request.token_ids),
             "cached_tokens": None if started is None else started.cached.total,
             "output_tokens": sum(self._outputs),
-            "queue_ms": None if started is None else _milliseconds(self._started_at - self._arrived_at),
-            "first_token_ms": self._first_token_at and _milliseconds(self._first_token_at - self._arrived_at),
-            "elapsed_ms": _milliseconds(self._clock() - self._arrived_at),
+            "queue_ms": None if started is None else _milliseconds(self._started_at - self.arrived_at),
+            "first_token_ms": self._first_token_at and _milliseconds(self._first_token_at - self.arrived_at),
+            "elapsed_ms": _milliseconds(self._clock() - self.arrived_at),
         }
 
     def _start(self, event: Started, now: float) -> None:
         metrics = self._metrics
         self._started, self._started_at = event, now
-        metrics.queued.observe(now - self._arrived_at)
+        metrics.queued.observe(now - self.arrived_at)
         metrics.request_prompt.observe(event.prompt)
         metrics.asked_output.observe(self._request.sampling.max_tokens)
         metrics.asked_choices.observe(self._request.n)
@@ -247,7 +278,7 @@ class ObservedRequest:
         metrics, choice = self._metrics, event.choice
         if self._first_token_at is None:
             self._first_token_at = now
-            metrics.first_token.observe(now - self._arrived_at)
+            metrics.first_token.observe(now - self.arrived_at)
             metrics.prefill.observe(now - self._started_at)
             metrics.prompt_tokens.inc(len(self._request.token_ids))
         before = self._last_token_at[choice]
@@ -268,7 +299,7 @@ class ObservedRequest:
         metrics.ended[event.reason].inc()
         if not has_ended:
             return
-        metrics.whole.observe(now - self._arrived_at)
+        metrics.whole.observe(now - self.arrived_at)
         metrics.inference.observe(now - self._started_at)
         if self._first_token_at is not None:
             metrics.decode.observe(now - self._first_token_at)

@@ -40,6 +40,7 @@ from model_worker.protocol import (
     WorkerCard,
     encode_event,
 )
+from model_worker.tracing import Tracing
 
 _STATUS: dict[RefusalCode, int] = {
     "invalid_request": 400,
@@ -64,9 +65,11 @@ def create_app(
     card: WorkerCard,
     files: dict[str, Path],
     max_body_bytes: int,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Wires the routes to a running engine."""
     metrics = WorkerMetrics(engine, card)
+    generations = Generations(engine, card, metrics, tracing or Tracing(None), max_body_bytes)
 
     async def show_card(request: Request) -> Response:
         return _json(card)
@@ -91,7 +94,7 @@ def create_app(
 
     return Starlette(
         routes=[
-            Route("/v1/generate", Generations(engine, card, metrics, max_body_bytes), methods=["POST"]),
+            Route("/v1/generate", generations, methods=["POST"]),
             Route("/v1/card", show_card),
             Route("/v1/stats", show_stats),
             Route("/v1/statistics", partial(_show_statistics, engine)),
@@ -106,8 +109,16 @@ def create_app(
 class Generations:
     """An ASGI application for the one route that does work."""
 
-    def __init__(self, engine: Engine, card: WorkerCard, metrics: WorkerMetrics, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        card: WorkerCard,
+        metrics: WorkerMetrics,
+        tracing: Tracing,
+        max_body_bytes: int,
+    ) -> None:
         self._engine = engine
+        self._tracing = tracing
         self._epoch = card.epoch
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -138,6 +149,7 @@ class Generations:
                 self._engine.cancel(wanted.request_id)
                 observed.hang_up()
             log.info("generation", **observed.facts())
+            self._tracing.tell(observed, request.headers)
 
         return EventStream(events, n=wanted.n, epoch=self._epoch, on_end=on_end)
 

@@ -40,6 +40,11 @@ class WorkerSettings(BaseSettings):
     port_file: Path | None = Field(None, description="the chosen port is written here once listening")
     log_level: LogLevel = Field("info", description="less important lines are not written")
     log_format: LogFormat = Field("json", description="one JSON object a line, or text for a person")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="collector for traces (OTLP/HTTP), such as http://collector:4318",
+    )
     exit_with_parent: bool = Field(False, description="exit when standard input closes")
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
