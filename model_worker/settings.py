@@ -42,7 +42,7 @@ class WorkerSettings(BaseSettings):
     log_format: LogFormat = Field("json", description="one JSON object a line, or text for a person")
     otlp_endpoint: str | None = Field(
         None,
-        pattern="^https?://",
+        pattern="^(https?://.+)?$",
         description="collector for traces (OTLP/HTTP), such as http://collector:4318",
     )
     exit_with_parent: bool = Field(False, description="exit when standard input closes")

@@ -43,8 +43,8 @@ class Tracing:
     def __init__(self, endpoint: str | None) -> None:
         self._provider: TracerProvider | None = None
         self._tell: Callable[[ObservedRequest, Mapping[str, str]], None] = lambda _, __: None
-        if endpoint is not None:
-            self._start(endpoint)
+        if endpoint:  # compose files pass an empty one for a variable that nobody set
+            self._start(endpoint.rstrip("/"))
 
     def tell(self, request: ObservedRequest, headers: Mapping[str, str]) -> None:
         """A request that has ended; `traceparent` of its headers says whose part it is."""
