@@ -4,9 +4,11 @@ Knows admissions, usage events, the journal and the database. Does not know
 HTTP, asyncio or workers.
 
 States of a request: `admitted → settled`. Any thread admits, observes and
-settles; one thread, the writer, makes every change to the database. Admissions
-are group-committed: all that wait when the writer comes round share one
-transaction. Settled events are posted in order, in batches.
+settles; the writers make every change to the database. On PostgreSQL one of them
+admits and another posts and sweeps, so that nobody waits for a posting who need
+not; SQLite takes one transaction at a time, so there one writer does both.
+Admissions are group-committed: all that wait when their writer comes round share
+one transaction. Settled events are posted in order, in batches.
 
 While the database is away, settled events wait in memory and in the journal, and
 admissions are refused at once.
@@ -24,11 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Flag, auto
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 
 from billing import budgets, instants, ledger, limits
@@ -45,7 +47,7 @@ from billing.errors import (
     MeterUnavailable,
     UnpricedModel,
 )
-from billing.ids import ProcessId, RequestId, new_id
+from billing.ids import ProcessId, RequestId, TenantId, new_id
 from billing.instants import Clock, Microseconds
 from billing.journal import Journal, Record
 from billing.ledger import Grant, Owner, Posting
@@ -55,10 +57,25 @@ from billing.usage import ABANDONED, Admission, Estimate, TokenCounts, UsageEven
 _logger = logging.getLogger(__name__)
 
 _State = Literal["new", "running", "failed", "closing", "closed"]
-"""`new → running → closing → closed`. `failed`: the writer died of a fault of its own; see `Meter`."""
+"""`new → running → closing → closed`. `failed`: a writer died of a fault of its own; see `Meter`."""
+
+
+class _Duty(Flag):
+    """What a writer does."""
+
+    ADMIT = auto()
+    POST = auto()
+    """Posting, sweeping, and writing what could not be journaled."""
+
+
+_DUTIES: Final[Mapping[str, Mapping[str, _Duty]]] = {
+    "postgresql": {"billing-admitter": _Duty.ADMIT, "billing-poster": _Duty.POST},
+    "sqlite": {"billing-writer": _Duty.ADMIT | _Duty.POST},
+}
+"""The writers of each kind of database."""
 
 _DATABASE_AWAY: Final = "the database is away"
-_WRITER_DEAD: Final = "the writer died; a new process must take over"
+_WRITER_DEAD: Final = "a writer died; a new process must take over"
 
 _NEVER_POSTABLE: Final = (StatementError, UnpricedModel, AmountTooLarge)
 """What is the event's own fault: trying again cannot help."""
@@ -132,11 +149,12 @@ _COUNTERS: Final = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """An admission before its commit."""
+    """An admission before its commit. It is decided when `after` events are done: those leave room for it."""
 
     admission: Admission
     estimate: Estimate
     outcome: Future[Grant]
+    after: int = 0
 
 
 _Sweep = tuple[Microseconds, Future[int]]
@@ -144,7 +162,7 @@ _Sweep = tuple[Microseconds, Future[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What the writer does in one round."""
+    """What a writer does in one round."""
 
     admissions: Sequence[_Waiting] = ()
     events: Sequence[UsageEvent] = ()
@@ -159,7 +177,7 @@ class _Work:
 class Meter:
     """Admits, settles, posts. Thread-safe. `start()` it once, `close()` it once, after all requests.
 
-    Should the writer die of a fault of its own, nothing is admitted any more, and
+    Should a writer die of a fault of its own, nothing is admitted any more, and
     what is settled goes to the journal alone, for the next process to post.
     """
 
@@ -178,13 +196,19 @@ class Meter:
         self._book = RecentBook(monotonic_ns=time.monotonic_ns)
         self._database_tries = self._backoff()
         self._journal_tries = self._backoff()
-        self._thread = threading.Thread(target=self._run, name="billing-writer", daemon=True)
-        # Guards everything below. The writer lets go of it before it waits for a disk or a database.
+        self._threads = [
+            threading.Thread(target=self._run, args=(duty,), name=name, daemon=True)
+            for name, duty in _DUTIES[db.engine.dialect.name].items()
+        ]
+        # Guards everything below. A writer lets go of it before it waits for a disk or a database.
         self._changed = threading.Condition()
+        self._num_writers = 0
         self._state: _State = "new"
         self._close_deadline_ns = 0
         self._next_sweep_ns = time.monotonic_ns()
         self._waiting: deque[_Waiting] = deque()
+        # Of those in flight, whose admission a transaction is about to decide.
+        self._deciding: set[RequestId] = set()
         self._in_flight: set[RequestId] = set()
         # Of those in flight, who has something reserved, and who can use less of it than was thought.
         self._holders: set[RequestId] = set()
@@ -196,13 +220,15 @@ class Meter:
         self._sweeps: deque[_Sweep] = deque()
         self._num_queued = 0
         self._num_done = 0
+        # By tenant: so many must be done before all the room is known that its ended requests leave.
+        self._room_goals: dict[TenantId, int] = {}
         # Somebody waits until so many are done.
         self._flush_goal = 0
         self._linger_until_ns = 0
         self._counts: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Takes the journal, queues what it holds, starts the writer, sweeps former processes.
+        """Takes the journal, queues what it holds, starts the writers, sweeps former processes.
 
         Raises JournalInUse, JournalCorrupted, or MeterClosed when it was started before. Needs a
         migrated database with prices, but waits for neither.
@@ -224,10 +250,12 @@ class Meter:
             for event in recovered.settled:
                 self._enqueue(event)
             self._state = "running"
-        self._thread.start()
+            self._num_writers = len(self._threads)
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, timeout_seconds: int = 10) -> None:
-        """Posts what is settled, stops the writer, releases the journal. Idempotent.
+        """Posts what is settled, stops the writers, releases the journal. Idempotent.
 
         What cannot be posted in time stays in the journal, and is posted after the next start.
         """
@@ -241,9 +269,10 @@ class Meter:
             elif former in {"new", "failed"}:
                 self._state = "closed"
             self._changed.notify_all()
-        if self._thread.is_alive():
-            # Not for ever: a statement of the writer is bounded by the database's own timeouts.
-            self._thread.join()
+        for thread in self._threads:
+            if thread.is_alive():
+                # Not for ever: a statement of a writer is bounded by the database's own timeouts.
+                thread.join()
         if former == "failed":
             self._close_journal()
 
@@ -255,23 +284,26 @@ class Meter:
         DuplicateRequest or InvalidUsage. Whoever gives up waiting for it settles the
         request all the same, with no tokens: settling needs no admission.
         """
-        waiting = _Waiting(admission=admission, estimate=estimate, outcome=Future())
+        outcome: Future[Grant] = Future()
         with self._changed:
             refusal = self._refusal()
             if refusal is None:
-                self._waiting.append(waiting)
+                after = self._room_goals.get(admission.tenant_id, 0)
+                self._waiting.append(
+                    _Waiting(admission=admission, estimate=estimate, outcome=outcome, after=after)
+                )
                 self._in_flight.add(admission.request_id)
                 self._changed.notify_all()
             else:
                 self._counts["refused"] += 1
-                waiting.outcome.set_exception(refusal)
-        return waiting.outcome
+                outcome.set_exception(refusal)
+        return outcome
 
     def narrow(self, admission: Admission, estimate: Estimate) -> None:
         """An open request can use no more than this, as is known now. Never blocks, and costs nothing where
         nothing is reserved.
 
-        What it frees is free with the next transaction of this meter, so before its next admission.
+        What it frees is free before this meter's next admission.
         """
         with self._changed:
             if admission.request_id in self._holders:
@@ -317,7 +349,7 @@ class Meter:
         """Settles requests that nobody will: those of former processes, and those whose lease ran out.
 
         Kind aborted, counts from the last evidence, 0 without any. Returns how many.
-        Raises MeterUnavailable when the database is away, MeterClosed. The writer
+        Raises MeterUnavailable when the database is away, MeterClosed. A writer
         does the same by itself at the start and every `sweep_interval`.
         """
         outcome: Future[int] = Future()
@@ -381,9 +413,10 @@ class Meter:
         self._narrowed.pop(event.request_id, None)
         self._evidence.pop(event.request_id, None)
         self._enqueue(event)
-        if event.request_id in self._holders:
-            self._holders.remove(event.request_id)
-            self._flush_goal = self._num_queued  # somebody may wait for the room that it leaves
+        if event.request_id in self._holders or event.request_id in self._deciding:
+            self._holders.discard(event.request_id)
+            # Whoever comes from now on is to find the room that it leaves.
+            self._flush_goal = self._room_goals[event.admission.tenant_id] = self._num_queued
 
     def _enqueue(self, event: UsageEvent) -> None:
         if not self._pending:
@@ -396,32 +429,54 @@ class Meter:
     def _linger(self) -> None:
         self._linger_until_ns = time.monotonic_ns() + nanoseconds(self._limits.linger)
 
-    def _take_work(self) -> _Work | None:
+    def _take_work(self, duty: _Duty) -> _Work | None:
         """Waits for something to do; None when it is time to stop."""
         while True:
-            if self._state == "closing" and self._is_drained():
+            if self._state in {"failed", "closed"}:
                 return None
-            work = self._ready_work()
+            if self._state == "closing" and self._is_drained(duty):
+                return None
+            work = self._ready_work(duty)
             if not work.is_empty:
                 return work
-            self._changed.wait(self._until_next_try().total_seconds())
+            self._changed.wait(self._until_next_try(duty).total_seconds())
 
-    def _ready_work(self) -> _Work:
-        is_journal_due = bool(self._unjournaled) and self._journal_tries.is_open
+    def _ready_work(self, duty: _Duty) -> _Work:
+        is_journal_due = _Duty.POST in duty and bool(self._unjournaled) and self._journal_tries.is_open
         if not self._database_tries.is_open:
             return _Work(is_journal_due=is_journal_due)
-        size = self._limits.batch_size
+        return _Work(
+            admissions=self._ready_admissions() if _Duty.ADMIT in duty else (),
+            events=self._ready_events() if _Duty.POST in duty else (),
+            sweeps=self._ready_sweeps() if _Duty.POST in duty else (),
+            is_journal_due=is_journal_due,
+        )
+
+    def _ready_admissions(self) -> Sequence[_Waiting]:
+        """Those whose room is known, in their order. Of one tenant nobody overtakes."""
+        ready: list[_Waiting] = []
+        later: list[_Waiting] = []
+        while self._waiting and len(ready) < self._limits.batch_size:
+            one = self._waiting.popleft()
+            (ready if one.after <= self._num_done else later).append(one)
+        self._waiting.extendleft(reversed(later))
+        self._deciding.update(one.admission.request_id for one in ready)
+        return ready
+
+    def _ready_events(self) -> Sequence[UsageEvent]:
+        """Of a request whose admission is being decided, nothing is posted until it is."""
+        if not self._is_posting_due():
+            return ()
+        batch = itertools.islice(self._pending, self._limits.batch_size)
+        return list(itertools.takewhile(lambda event: event.request_id not in self._deciding, batch))
+
+    def _ready_sweeps(self) -> Sequence[_Sweep]:
         if self._state == "running" and time.monotonic_ns() >= self._next_sweep_ns:
             self._next_sweep_ns = time.monotonic_ns() + nanoseconds(self._limits.sweep_interval)
             self._sweeps.append((self._clock(), Future()))
         sweeps = list(self._sweeps)
         self._sweeps.clear()
-        return _Work(
-            admissions=[self._waiting.popleft() for _ in range(min(size, len(self._waiting)))],
-            events=list(itertools.islice(self._pending, size)) if self._is_posting_due() else (),
-            sweeps=sweeps,
-            is_journal_due=is_journal_due,
-        )
+        return sweeps
 
     def _is_posting_due(self) -> bool:
         return (
@@ -431,23 +486,32 @@ class Meter:
             or time.monotonic_ns() >= self._linger_until_ns
         )
 
-    def _is_drained(self) -> bool:
+    def _is_drained(self, duty: _Duty) -> bool:
         is_late = time.monotonic_ns() >= self._close_deadline_ns
-        return is_late or not (self._pending or self._waiting or self._sweeps)
+        left: list[object] = [*self._waiting] if _Duty.ADMIT in duty else []
+        if _Duty.POST in duty:
+            left += [*self._pending, *self._sweeps]
+        return is_late or not left
 
-    def _until_next_try(self) -> timedelta:
+    def _until_next_try(self, duty: _Duty) -> timedelta:
         tries = [self._database_tries.wait] if not self._database_tries.is_open else []
-        if self._unjournaled:
-            tries.append(self._journal_tries.wait)
         if self._state == "closing":
             tries.append(_until(self._close_deadline_ns))
-        if self._pending and self._database_tries.is_open:
-            tries.append(_until(self._linger_until_ns))
-        return min(tries, default=_until(self._next_sweep_ns))
+        if _Duty.POST in duty:
+            if self._unjournaled:
+                tries.append(self._journal_tries.wait)
+            if (
+                self._pending
+                and self._database_tries.is_open
+                and self._pending[0].request_id not in self._deciding
+            ):
+                tries.append(_until(self._linger_until_ns))
+            return min(tries, default=_until(self._next_sweep_ns))
+        return min(tries, default=self._limits.sweep_interval)
 
-    # From here on: called by the writer, without the lock.
+    # From here on: called by a writer, without the lock.
 
-    def _run(self) -> None:
+    def _run(self, duty: _Duty) -> None:
         work: _Work | None = _Work()
         try:
             while work is not None:
@@ -457,19 +521,25 @@ class Meter:
                 self._post(work.events)
                 self._sweep_all(work.sweeps)
                 with self._changed:
-                    work = self._take_work()
+                    work = self._take_work(duty)
         finally:
             # Also when this thread dies of a fault of its own: nobody waits for it for ever.
-            self._stop(work or _Work())
+            self._stop(duty, work or _Work())
 
-    def _stop(self, unfinished: _Work) -> None:
+    def _stop(self, duty: _Duty, unfinished: _Work) -> None:
+        admissions, sweeps = [*unfinished.admissions], [*unfinished.sweeps]
         with self._changed:
+            self._num_writers -= 1
             has_failed = self._state == "running"
-            self._state = "failed" if has_failed else "closed"
-            admissions = [*unfinished.admissions, *self._waiting]
-            sweeps = [*unfinished.sweeps, *self._sweeps]
-            self._waiting.clear()
-            self._sweeps.clear()
+            is_last = self._state == "closing" and self._num_writers == 0
+            if has_failed or is_last:
+                self._state = "failed" if has_failed else "closed"
+            if _Duty.ADMIT in duty:
+                admissions += self._waiting
+                self._waiting.clear()
+            if _Duty.POST in duty:
+                sweeps += self._sweeps
+                self._sweeps.clear()
             self._changed.notify_all()
         for waiting in admissions:
             _fail(waiting.outcome, self._end())
@@ -477,7 +547,7 @@ class Meter:
             _fail(outcome, self._end())
         if has_failed:
             _logger.critical("meter: %s; settled events wait in the journal", _WRITER_DEAD)
-        else:
+        elif is_last:
             self._close_journal()
 
     def _end(self) -> MeterRefusal:
@@ -504,12 +574,12 @@ class Meter:
         admissions = [(waiting.admission, waiting.estimate) for waiting in live]
         outcomes: Sequence[Grant | BillingError]
         try:
+            self._narrow()
             if self._admits_alone(live):
                 self._database_answered()
                 self._conclude(live, [Grant(standing=None, holds=False)])
                 return
             with self._db.write() as connection:
-                self._narrow(connection)
                 outcomes = ledger.admit_priced(
                     connection, admissions, book=self._book, owner=self._owner, lease=self._limits.lease
                 )
@@ -526,16 +596,21 @@ class Meter:
             self._database_answered()
         self._conclude(live, outcomes)
 
-    def _narrow(self, connection: Connection) -> None:
-        """Should the transaction fail, these stay reserved until they end: too much, but never too little."""
+    def _narrow(self) -> None:
+        """Should the transaction fail, these stay reserved until they end: too much, but never too little.
+
+        It is one by itself: together with an admission it would lock balances in an order that is not
+        everybody's.
+        """
         with self._changed:
             narrowed, self._narrowed = self._narrowed, {}
         if narrowed:
-            ledger.narrow_all(connection, narrowed)
+            with self._db.write() as connection:
+                ledger.narrow_all(connection, narrowed)
 
     def _admits_alone(self, live: Sequence[_Waiting]) -> bool:
         """Whether it was one request, that nothing limits, and is now admitted. Most are when it is quiet."""
-        if len(live) > 1 or self._narrowed or self._book.known_price(live[0].admission) is None:
+        if len(live) > 1 or self._book.known_price(live[0].admission) is None:
             return False
         return ledger.admission_alone(
             self._db, live[0].admission, owner=self._owner, lease=self._limits.lease
@@ -548,6 +623,7 @@ class Meter:
             if isinstance(outcome, BillingError)
         ]
         with self._changed:
+            self._deciding.difference_update(waiting.admission.request_id for waiting in live)
             self._counts["refused"] += len(refused)
             self._counts["admitted"] += len(live) - len(refused)
             self._holders.update(
@@ -557,6 +633,7 @@ class Meter:
                 and outcome.holds
                 and waiting.admission.request_id in self._in_flight
             )
+            self._changed.notify_all()  # what was settled meanwhile can be posted
         self._forget(refused)
         for waiting, outcome in zip(live, outcomes, strict=True):
             if isinstance(outcome, BillingError):
@@ -565,8 +642,11 @@ class Meter:
                 waiting.outcome.set_result(outcome)
 
     def _forget(self, refused: Iterable[_Waiting]) -> None:
+        ids = [waiting.admission.request_id for waiting in refused]
         with self._changed:
-            self._in_flight.difference_update(waiting.admission.request_id for waiting in refused)
+            self._in_flight.difference_update(ids)
+            self._deciding.difference_update(ids)
+            self._changed.notify_all()
 
     def _post(self, events: Sequence[UsageEvent]) -> bool:
         """Posts, or rejects, a run of events from the head of the queue. False when the database is away."""
@@ -629,6 +709,8 @@ class Meter:
             self._linger()
             self._pending_ids.difference_update(ids)
             self._num_done += len(events)
+            if not self._pending:
+                self._room_goals.clear()
             self._changed.notify_all()
         self._journal.finish(ids)
 
@@ -653,7 +735,7 @@ class Meter:
         num_swept = 0
         with self._changed:
             for admission in abandoned:
-                # What was settled since is on its way. Only the writer empties the queue, so none is missed.
+                # What was settled since is on its way. Only this thread empties the queue, so none is missed.
                 if admission.request_id not in self._pending_ids:
                     self._settle(self._last_evidence(admission))
                     num_swept += 1

@@ -141,6 +141,18 @@ def test_a_request_that_used_nothing_releases_its_reservation(db, account, new_m
     check_budgets(db)
 
 
+def test_who_comes_after_a_settlement_finds_the_room_that_it_leaves(db, account, new_meter):
+    """However often: nobody waits for the settled event to be posted, but for its own admission."""
+    meter = new_meter()
+    set_budget(db, scope(account), period=Period.MONTH, limit_pusd=worst_case(db), now=T0)
+    for _ in range(20):
+        admitted = account.admission()
+        assert outcome_of(meter, admitted) == "granted"
+        meter.settle(final(admitted, kind=UsageKind.ABORTED))
+    meter.flush()
+    check_budgets(db)
+
+
 def test_a_refused_request_leaves_no_row(db, account, new_meter):
     meter = new_meter()
     set_budget(db, scope(account), period=Period.MONTH, limit_pusd=0, now=T0)

@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import select, text
 
 from billing import schema
+from billing.budgets import Period, Scope, set_budget
 from billing.errors import (
     DuplicateRequest,
     InvalidUsage,
@@ -23,7 +27,7 @@ from billing.journal import decode_segment
 from billing.meter import Meter
 from billing.price_sheet import parse_price_sheet
 from billing.prices import publish
-from billing.usage import TokenCounts, UsageKind
+from billing.usage import Estimate, TokenCounts, UsageKind
 from tests.integration.billing.ledger_checks import (
     check_ledger,
     count,
@@ -453,3 +457,95 @@ def test_a_meter_is_started_once(new_meter):
     meter = new_meter()
     with pytest.raises(MeterClosed):
         meter.start()
+
+
+POSTGRESQL_ALONE = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+"""SQLite takes one transaction at a time."""
+
+
+@POSTGRESQL_ALONE
+def test_no_admission_waits_for_events_that_are_being_posted(db, account, new_meter):
+    meter = new_meter()
+    with db.write() as connection:
+        # As one who closes the tenant's period: postings wait for it, admissions need not.
+        connection.execute(
+            select(schema.tenants)
+            .where(schema.tenants.c.id == account.tenant.id)
+            .with_for_update(key_share=True)
+        )
+        ended = account.admission()
+        meter.settle(final(ended, uncached=1))
+        wait_for_a_lock(db)
+        admitted = account.admission()
+        admit(meter, admitted)
+        assert states(db) == {admitted.request_id: "admitted"}
+        assert meter.stats().pending == 1
+    meter.flush()
+    assert events_by_request(db).keys() == {ended.request_id}
+
+
+@POSTGRESQL_ALONE
+def test_what_ends_while_its_admission_is_decided_is_posted_after_it_and_leaves_nothing_reserved(
+    db, account, new_meter
+):
+    meter = new_meter()
+    set_budget(db, Scope(tenant_id=account.tenant.id), period=Period.TOTAL, limit_pusd=10**12, now=T0)
+    estimate = Estimate(prompt=10, read=0, output=10)
+    first = account.admission()
+    meter.admit(first, estimate).result(PATIENCE_SECONDS)
+    given_up = account.admission()
+    with db.write() as connection:
+        connection.execute(select(schema.budget_balances).with_for_update())
+        outcome = meter.admit(given_up, estimate)
+        wait_for_a_lock(db)
+        meter.settle(final(given_up, uncached=3, output=1))
+        time.sleep(0.5)  # in which a poster that did not wait would take the locks that the admission needs
+    assert outcome.result(PATIENCE_SECONDS).holds
+    meter.settle(final(first, uncached=3, output=1))
+    meter.flush()
+    assert {row.state for row in rows(db, schema.reservations)} == {"settled"}
+    (balance,) = rows(db, schema.budget_balances)
+    assert (balance.reserved_pusd, balance.posted_pusd) == (0, 2 * (3 * 3_000_000 + 15_000_000))
+    assert meter.stats().database_failures == 0
+    check_ledger(db)
+
+
+def wait_for_a_lock(db):
+    """Until some transaction waits for another."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        with db.read() as connection:
+            if connection.execute(text("SELECT count(*) FROM pg_locks WHERE NOT granted")).scalar_one():
+                return
+        time.sleep(0.01)
+    pytest.fail("nobody waits for a lock")
+
+
+def test_all_writers_end_with_the_meter(db, account, new_meter):
+    before = writers()
+    meter = new_meter()
+    assert writers() > before
+    admit(meter, account.admission())
+    meter.close()
+    assert writers() == before
+
+
+def writers():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("billing-")}
+
+
+@POSTGRESQL_ALONE
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_one_writer_dies_the_other_ends_too(db, account, tmp_path):
+    clock = iter([T0])  # for the sweep at the start; the next who asks is the poster
+    meter = Meter(db, tmp_path.joinpath("journal"), clock=lambda: next(clock))
+    before = writers()
+    meter.start()
+    admitted = account.admission()
+    admit(meter, admitted)
+    meter.settle(final(admitted, uncached=6))
+    with pytest.raises(MeterUnavailable):
+        meter.flush(timeout_seconds=PATIENCE_SECONDS)
+    assert isinstance(meter.admit(account.admission()).exception(PATIENCE_SECONDS), MeterUnavailable)
+    meter.close()
+    assert writers() == before
