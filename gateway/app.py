@@ -31,7 +31,7 @@ from billing.meter import Meter
 from billing.sealer import Sealer
 from gateway.auth import Authenticator, bearer_key, key_hasher
 from gateway.bootstrap import make_home
-from gateway.chat import ChatCompletions
+from gateway.chat import Chat
 from gateway.drain import Drain
 from gateway.edge import openai
 from gateway.edge.errors import (
@@ -167,7 +167,8 @@ def build_app(
 
     `clock` tells the dashboard which day it is.
     """
-    chat = ChatCompletions(
+    chat = Chat(
+        dialect=openai.ChatCompletions(),
         settings=gateway.settings,
         secret=gateway.secret,
         authenticator=gateway.authenticator,

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -44,10 +44,20 @@ def scope_of(secret: DeploymentSecret, tenant_id: TenantId, *, salt: bytes = b""
     return Scope(hmac.digest(secret.subkey(SCOPE_PURPOSE), message, hashlib.sha256).hex())
 
 
+def client_key(headers: Mapping[str, str]) -> str:
+    """The key in `Authorization: Bearer`, or in `x-api-key` where that header is missing. Raises
+    `Unauthenticated`.
+    """
+    key = headers.get("x-api-key", "").strip()
+    if key and "authorization" not in headers:
+        return key
+    return bearer_key(headers.get("authorization"))
+
+
 def bearer_key(authorization: str | None) -> str:
     """The key in an `Authorization` header (RFC 6750). Raises `Unauthenticated`."""
     if authorization is None:
-        raise _refusal("You didn't provide an API key: send 'Authorization: Bearer KEY'.")
+        raise _refusal("You didn't provide an API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
     scheme, _, key = authorization.partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key:

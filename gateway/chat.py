@@ -1,8 +1,8 @@
-"""`POST /v1/chat/completions`: one request, one direction.
+"""A conversation to continue, in whichever dialect: one request, one direction.
 
 parse → authenticate → choose → render → admit → generate → relay → settle.
 Knows the order and what the client is told when a step refuses. Does not know
-how any step does its work.
+how any step does its work, or which dialect it speaks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from billing.limits import Standing
 from billing.meter import Meter
 from billing.usage import Admission, Estimate
 from gateway.asgi import Answer, ClientGone, Exchange, read_json_body
-from gateway.auth import Authenticator, bearer_key, scope_of
+from gateway.auth import Authenticator, client_key, scope_of
 from gateway.drain import Drain
-from gateway.edge import openai
 from gateway.edge.canonical import AnswerHead, CanonicalRequest
+from gateway.edge.dialect import EVENT_STREAM_TYPE, JSON_TYPE, Dialect
 from gateway.edge.errors import (
     ApiError,
     ContextLengthExceeded,
@@ -44,8 +44,8 @@ from gateway.logs import sanitised_client_id
 from gateway.meter import Account, miss_reason
 from gateway.metrics import Generated, Metrics, Outcome, RequestFacts
 from gateway.phases import Phases
-from gateway.prompt import PromptTooLong
 from gateway.relay import ProtocolBroken, Relay, Tally, cache_status, relay_stream, relay_whole
+from gateway.rendering import check_limit, output_room, render
 from gateway.request_ids import keep_own_line, request_id_of
 from gateway.routing import Route, Router
 from gateway.secrets import DeploymentSecret
@@ -54,7 +54,6 @@ from gateway.tracing import UNTRACED, RequestTrace, Told, Tracer
 from gateway.workers import WorkerBroke, WorkerRefused, WorkerSilent, WorkerUnavailable
 from model_worker.protocol import CacheMode, GenerateRequest, SamplingParams, Started
 
-ENDPOINT: Final = "chat_completions"
 CACHE_HEADER: Final = "x-headstart-cache"
 REASON_HEADER: Final = "x-headstart-cache-reason"
 """Why this model never finds anything in cache."""
@@ -68,6 +67,7 @@ class Call:
     """What is known of one request so far; steps fill it in, the log line reads it."""
 
     request_id: RequestId
+    dialect: Dialect
     headers: Headers
     answer: Answer
     trace: RequestTrace
@@ -88,7 +88,7 @@ class Call:
         return (time.monotonic_ns() - self.began_ns) / 1e6
 
     def answer_headers(self) -> dict[str, str]:
-        return {"x-request-id": str(self.request_id), "openai-processing-ms": str(round(self.elapsed_ms))}
+        return self.dialect.headers(str(self.request_id), self.elapsed_ms)
 
     def cache_headers(self, started: Started) -> dict[str, str]:
         headers = self.answer_headers() | rate_headers(self.standing)
@@ -111,7 +111,7 @@ class _CallSink:
 
     async def begin_stream(self, started: Started) -> None:
         headers = {
-            "content-type": openai.EVENT_STREAM_TYPE,
+            "content-type": EVENT_STREAM_TYPE,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
@@ -124,15 +124,14 @@ class _CallSink:
         await self._answer.end(chunk)
 
     async def whole(self, started: Started, body: bytes) -> None:
-        await self._answer.whole(
-            200, self._call.cache_headers(started) | {"content-type": openai.JSON_TYPE}, body
-        )
+        await self._answer.whole(200, self._call.cache_headers(started) | {"content-type": JSON_TYPE}, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletions:
-    """An ASGI application for the one route."""
+class Chat:
+    """An ASGI application for the one route of a dialect."""
 
+    dialect: Dialect
     settings: Settings
     secret: DeploymentSecret
     authenticator: Authenticator
@@ -148,13 +147,14 @@ class ChatCompletions:
         headers = Headers(scope=scope)
         call = Call(
             request_id=request_id_of(scope),
+            dialect=self.dialect,
             headers=headers,
             answer=answer,
             trace=self.tracer.begin(headers),
         )
         keep_own_line(scope)
         outcome: Outcome = "failed"
-        with self.metrics.in_flight(ENDPOINT):
+        with self.metrics.in_flight(self.dialect.endpoint):
             try:
                 outcome = await self._answer(call, receive)
             finally:
@@ -163,9 +163,7 @@ class ChatCompletions:
     async def _answer(self, call: Call, receive: Receive) -> Outcome:
         try:
             with call.phases.timed("authenticate"):
-                call.principal = await self.authenticator.authenticate(
-                    bearer_key(call.headers.get("authorization"))
-                )
+                call.principal = await self.authenticator.authenticate(client_key(call.headers))
             with call.phases.timed("receive"):
                 body = await read_json_body(
                     receive,
@@ -184,32 +182,34 @@ class ChatCompletions:
 
     async def _refuse(self, call: Call, error: ApiError) -> Outcome:
         """Before the answer has begun it is the error; afterwards the stream ends with one, and
-        without `[DONE]`.
+        without the end of its dialect.
         """
         call.refusal = error.code or error.type
+        request_id = str(call.request_id)
         try:
             if call.answer.begun:
-                await call.answer.end(openai.encode_error_event(error))
+                await call.answer.end(self.dialect.error_event(error, request_id))
             else:
-                headers = {**call.answer_headers(), **error.headers, "content-type": openai.JSON_TYPE}
-                await call.answer.whole(error.status, headers, openai.encode_error(error))
+                told = self.dialect.error(error, request_id)
+                headers = {**call.answer_headers(), **told.headers, "content-type": JSON_TYPE}
+                await call.answer.whole(told.status, headers, told.body)
         except ClientGone:
             return "hung_up"
         return "refused" if error.status < InternalError.status else "failed"
 
     async def _work(self, call: Call, principal: Principal, body: bytes) -> None:
         with call.phases.timed("parse"):
-            request = call.request = await self._parse(body)
+            request = call.request = await self._parse(body, call.headers)
             call.cache_mode = _cache_mode(call.headers)
         with call.phases.timed("route"):
             route = await self.router.choose(request.model)
         call.model, call.worker = route.model, route.worker.name
         call.uncached_reason = route.card.uncached_reason
         window = route.card.context_window_tokens
-        _check_limit(request, window)
+        check_limit(request, window)
         with call.phases.timed("render"):
-            token_ids = await self._render(request, route, window)
-        max_tokens = _output_room(request, prompt_tokens=len(token_ids), window=window)
+            token_ids = await render(request, route, self.prompt_threads)
+        max_tokens = output_room(request, prompt_tokens=len(token_ids), window=window)
         tally = call.tally = Tally(
             prompt_tokens=len(token_ids), num_choices=request.num_choices, clock=time.monotonic_ns
         )
@@ -243,26 +243,14 @@ class ChatCompletions:
         async with account.admitted() as call.standing:
             await self._generate(call, route, generate, account)
 
-    async def _parse(self, body: bytes) -> CanonicalRequest:
+    async def _parse(self, body: bytes, headers: Headers) -> CanonicalRequest:
         """On a thread when the body is large: a hundred thousand small values take a second, and other
         streams go on meanwhile.
         """
         if len(body) <= INLINE_BODY_BYTES:
-            return openai.parse_chat(body)
-        return await asyncio.get_running_loop().run_in_executor(self.prompt_threads, openai.parse_chat, body)
-
-    async def _render(self, request: CanonicalRequest, route: Route, window: int) -> list[int]:
-        try:
-            token_ids = await route.encoder.encode_off_loop(
-                request.messages, max_tokens=window, executor=self.prompt_threads
-            )
-        except PromptTooLong as error:
-            raise _prompt_too_long(f"at least {error.at_least}", window) from None
-        if not token_ids:
-            raise InvalidRequest("The messages render to an empty prompt.", param="messages")
-        if len(token_ids) >= window:
-            raise _prompt_too_long(str(len(token_ids)), window)
-        return token_ids
+            return self.dialect.parse(body, headers)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.prompt_threads, self.dialect.parse, body, headers)
 
     async def _generate(self, call: Call, route: Route, generate: GenerateRequest, account: Account) -> None:
         assert call.request is not None, "a request is parsed before it is generated"
@@ -272,17 +260,18 @@ class ChatCompletions:
             created=int(time.time()),
             model=route.model,
             fingerprint=route.fingerprint,
+            is_cut_by_window=_is_cut(call.request, generate.sampling.max_tokens),
         )
-        relay: Relay = relay_whole
+        relay: Relay = partial(relay_whole, encode=partial(self.dialect.whole, head))
         if call.request.stream:
-            relay = partial(relay_stream, include_usage=call.request.include_usage)
+            relay = partial(relay_stream, encoder=self.dialect.stream(head, call.request))
         try:
             with route.worker.carrying(), call.phases.generating() as generating:
                 headers = call.trace.worker_headers()
                 async with route.worker.client.generate(generate, headers) as events:
                     account.worker_epoch = events.epoch
                     try:
-                        await relay(events, call.tally, head, _CallSink(call), account)
+                        await relay(events, call.tally, _CallSink(call), account)
                     finally:
                         generating.first_token_ns = call.tally.first_token_at
         except WorkerUnavailable as error:
@@ -298,7 +287,7 @@ class ChatCompletions:
 
     def _record(self, call: Call, outcome: Outcome) -> None:
         facts = RequestFacts(
-            endpoint=ENDPOINT,
+            endpoint=self.dialect.endpoint,
             status=call.answer.status,
             outcome=outcome,
             seconds=call.elapsed_ms / 1e3,
@@ -377,36 +366,8 @@ def _cache_mode(headers: Mapping[str, str]) -> CacheMode:
     raise InvalidRequest(f"The header {CACHE_HEADER} can be 'automatic' or 'bypass'.", param=CACHE_HEADER)
 
 
-def _check_limit(request: CanonicalRequest, window: int) -> None:
-    """Refuses a limit that no prompt could satisfy, before the prompt is rendered."""
-    if request.limit is not None and request.limit.tokens > window:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {window} tokens, but '{request.limit.param}' asks for "
-            f"{request.limit.tokens}.",
-            param=request.limit.param,
-        )
-
-
-def _output_room(request: CanonicalRequest, *, prompt_tokens: int, window: int) -> int:
-    if request.limit is None:
-        return window - prompt_tokens
-    wanted = request.limit.tokens
-    if prompt_tokens + wanted > window:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {window} tokens. However, you requested "
-            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the messages, {wanted} in the completion). "
-            "Please reduce the length of the messages or completion.",
-            param=request.limit.param,
-        )
-    return wanted
-
-
-def _prompt_too_long(counted: str, window: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {window} tokens. However, your messages resulted in "
-        f"{counted} tokens, which leaves no room for an answer. Please reduce the length of the messages.",
-        param="messages",
-    )
+def _is_cut(request: CanonicalRequest, max_tokens: int) -> bool:
+    return request.limit is not None and max_tokens < request.limit.tokens
 
 
 def _sampling_params(request: CanonicalRequest, max_tokens: int) -> SamplingParams:

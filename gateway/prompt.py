@@ -37,6 +37,8 @@ _SPECIAL_TOKENS: Final = (
     "cls_token",
     "mask_token",
 )
+_END_MARK: Final = "\ufdd0"
+"""A noncharacter: Unicode keeps it for a program's own use."""
 _LOSSLESS_SPLITTERS: Final = frozenset({"ByteLevel", "Digits", "Split", "Punctuation"})
 # What a template can meet in a conversation that it was not written for. The sandbox keeps it from
 # anything worse.
@@ -96,17 +98,30 @@ class ChatTemplate:
         # A template that knows the role names it; there is no other way to ask.
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt's text, up to where the assistant begins. Raises `InvalidRequest` when the
-        template refuses.
+    def render(self, messages: Sequence[Message], *, continues_last: bool = False) -> str:
+        """The prompt's text, up to where the assistant begins, or with `continues_last` to where its last
+        message ends. Raises `InvalidRequest` when the template refuses.
         """
         conversation = [self._as_template_sees(message) for message in messages]
+        if not continues_last:
+            return self._render(conversation, add_generation_prompt=True)
+        # No text of a client's ends with this, so what comes last in the prompt is ours.
+        conversation[-1]["content"] += _END_MARK
+        before, mark, _ = self._render(conversation, add_generation_prompt=False).rpartition(_END_MARK)
+        if not mark:
+            raise InvalidRequest(
+                "The model's chat template does not let a message of the assistant be continued.",
+                param="messages",
+            )
+        return before
+
+    def _render(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=conversation,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except _TEMPLATE_FAULTS as error:
@@ -138,13 +153,15 @@ class PromptEncoder:
         self._template = template
         self._longest_token = longest_token
 
-    def encode(self, messages: Sequence[Message], *, max_tokens: int) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], *, max_tokens: int, continues_last: bool = False
+    ) -> list[int]:
         """Token ids of the rendered conversation, which may be more than `max_tokens` by a little.
 
         Raises `InvalidRequest`, or `PromptTooLong` for a text so long that encoding it would be a waste
         of seconds. The template writes the special tokens itself, so the tokenizer adds none.
         """
-        text = self._template.render(messages)
+        text = self._template.render(messages, continues_last=continues_last)
         at_least = 0 if self._longest_token is None else len(text) // self._longest_token
         if at_least > max_tokens:
             raise PromptTooLong(at_least)
@@ -157,10 +174,15 @@ class PromptEncoder:
         return list(encoding.ids)
 
     async def encode_off_loop(
-        self, messages: Sequence[Message], *, max_tokens: int, executor: Executor
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        executor: Executor,
+        continues_last: bool = False,
     ) -> list[int]:
         """Like `encode`, without holding the event loop up for a long prompt."""
-        encode = partial(self.encode, messages, max_tokens=max_tokens)
+        encode = partial(self.encode, messages, max_tokens=max_tokens, continues_last=continues_last)
         if sum(len(message.text) + len(message.role) for message in messages) <= INLINE_CHARACTERS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(executor, encode)

@@ -1,16 +1,16 @@
 """Events in, an answer out, and at every instant the counts of what was seen so far.
 
-Knows the worker's events, the order they must have, and OpenAI's encoders.
-Does not know connections to workers, keys, prices or how an answer is sent.
+Knows the worker's events and the order they must have. Does not know dialects,
+connections to workers, keys, prices or how an answer is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
-from gateway.edge import openai
-from gateway.edge.canonical import AnswerHead, UsageCounts
+from gateway.edge.canonical import EndedText, Ending, UsageCounts
+from gateway.edge.dialect import StreamEncoder
 from gateway.edge.errors import ApiError, ServiceUnavailable, UpstreamBroke
 from model_worker.protocol import CacheMode, Event, Failed, Finished, FinishReason, Prefilled, Started, Token
 
@@ -69,6 +69,12 @@ class Tally:
         """
         read = 0 if self.started is None else self.started.cached.total
         return UsageCounts(uncached=self._computed, read=read, written=0, output=sum(self._outputs))
+
+    @property
+    def promised(self) -> UsageCounts:
+        """All of the prompt, computed or not, and no output: what is known from `Started` on."""
+        assert self.started is not None, "nothing is known before Started"
+        return UsageCounts(uncached=self.started.uncached, read=self.started.cached.total)
 
     @property
     def num_choices(self) -> int:
@@ -166,52 +172,64 @@ class Bookkeeper(Protocol):
 
 
 Events = AsyncIterator[Event]
-Relay = Callable[[Events, Tally, AnswerHead, Sink, Bookkeeper], Awaitable[None]]
+Relay = Callable[[Events, Tally, Sink, Bookkeeper], Awaitable[None]]
+EncodeWhole = Callable[[Sequence[EndedText], UsageCounts], bytes]
 
 
 async def relay_stream(
-    events: Events, tally: Tally, head: AnswerHead, sink: Sink, books: Bookkeeper, *, include_usage: bool
+    events: Events, tally: Tally, sink: Sink, books: Bookkeeper, *, encoder: StreamEncoder
 ) -> None:
-    """Sends each event's text as it comes. `[DONE]` follows the last choice's `Finished` alone.
+    """Sends each event's text as it comes. The dialect's end follows the last choice's `Finished` alone.
 
     Raises `ApiError` when the worker gave up and `ProtocolBroken` when it made no sense.
     """
-    encoder = openai.ChunkEncoder(head, include_usage=include_usage)
     async for event in events:
         tally.add(event)
         match event:
             case Started():
                 books.observe()
                 await sink.begin_stream(event)
-                await sink.send(b"".join(map(encoder.role, range(tally.num_choices))))
+                await _send(sink, encoder.begin(tally.num_choices, tally.promised))
             case Token(text=text, choice=choice):
                 books.observe()
                 if text:
-                    await sink.send(encoder.text(choice, text))
+                    await _send(sink, encoder.text(choice, text))
                 tally.mark_delivered()
             case Finished() if tally.is_finished:
                 await books.conclude()
-                usage = encoder.usage(tally.counts) if include_usage else b""
-                await sink.end_stream(_end_of_choice(encoder, event) + usage + openai.DONE_EVENT)
+                await sink.end_stream(_end_of_choice(encoder, event) + encoder.end(tally.counts))
                 tally.mark_delivered()
             case Finished():
                 books.observe()
-                await sink.send(_end_of_choice(encoder, event))
+                await _send(sink, _end_of_choice(encoder, event))
                 tally.mark_delivered()
             case Failed():
                 raise failure_of(event)
             case Prefilled():
                 books.observe()
+                await _send(sink, encoder.progress())
 
 
-def _end_of_choice(encoder: openai.ChunkEncoder, event: Finished) -> bytes:
+async def _send(sink: Sink, chunk: bytes) -> None:
+    if chunk:
+        await sink.send(chunk)
+
+
+def _end_of_choice(encoder: StreamEncoder, event: Finished) -> bytes:
     text = encoder.text(event.choice, event.text) if event.text else b""
-    return text + encoder.finish(event.choice, event.reason)
+    return text + encoder.finish(event.choice, _ending_of(event))
 
 
-async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink, books: Bookkeeper) -> None:
+def _ending_of(event: Finished) -> Ending:
+    return Ending(reason=event.reason, stop_string=event.matched if isinstance(event.matched, str) else None)
+
+
+async def relay_whole(
+    events: Events, tally: Tally, sink: Sink, books: Bookkeeper, *, encode: EncodeWhole
+) -> None:
     """Collects the texts and sends one body. Raises as `relay_stream` does."""
     texts: list[list[str]] = [[] for _ in range(tally.num_choices)]
+    endings: list[Ending | None] = [None] * tally.num_choices
     async for event in events:
         tally.add(event)
         match event:
@@ -220,16 +238,23 @@ async def relay_whole(events: Events, tally: Tally, head: AnswerHead, sink: Sink
                 texts[choice].append(text)
             case Finished(text=text, choice=choice):
                 texts[choice].append(text)
+                endings[choice] = _ending_of(event)
                 if not tally.is_finished:
                     books.observe()
                     continue
                 await books.conclude()
-                choices = zip(map("".join, texts), tally.finish_reasons, strict=True)
-                body = openai.encode_completion(head, choices=choices, counts=tally.counts)
                 assert tally.started is not None, "the tally takes no Finished before Started"
-                await sink.whole(tally.started, body)
+                await sink.whole(tally.started, encode(_ended(texts, endings), tally.counts))
                 tally.mark_delivered()
             case Failed():
                 raise failure_of(event)
             case Started() | Prefilled():
                 books.observe()
+
+
+def _ended(texts: Sequence[Sequence[str]], endings: Sequence[Ending | None]) -> list[EndedText]:
+    return [
+        EndedText(text="".join(pieces), ending=ending)
+        for pieces, ending in zip(texts, endings, strict=True)
+        if ending is not None
+    ]

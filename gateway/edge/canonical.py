@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["system", "developer", "user", "assistant"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLimit:
-    """The most tokens the client wants, and the name of the field that said so."""
+    """The most tokens the client wants, and the name of the field that said so.
+
+    With `is_upper_bound` a text may also end where the context window does; without, a request for more than
+    fits is refused.
+    """
 
     tokens: int
     param: str
+    is_upper_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class CanonicalRequest:
     No `limit` means up to the end of the context window. `affinity` groups requests that are likely to share
     a prefix; it steers routing and never widens what a request may read. Requests share cached blocks only
     with those of the same `cache_salt` (within their tenant, always). `num_choices` texts are generated.
+    With `continues_last` the last message is the assistant's, and what is generated goes on from its end.
     """
 
     model: str
@@ -58,6 +65,7 @@ class CanonicalRequest:
     affinity: str | None
     cache_salt: bytes = b""
     num_choices: int = 1
+    continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +88,30 @@ class UsageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every piece of one answer repeats. `created` is in seconds since 1970 UTC."""
+    """What every piece of one answer repeats. `created` is in seconds since 1970 UTC.
+
+    `is_cut_by_window` says that less room was left than the client asked for: a text that ends by its length
+    has filled the context window.
+    """
 
     request_id: str
     created: int
     model: str
     fingerprint: str
+    is_cut_by_window: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why a text ended. `stop_string` is the one of the client's that ended it, if one did."""
+
+    reason: FinishReason
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedText:
+    """One whole text of an answer."""
+
+    text: str
+    ending: Ending

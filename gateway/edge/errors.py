@@ -57,7 +57,18 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """`prompt_tokens` is how long the prompt is, as it is told: it may be "at least 9000"; None where the
+    client's own limit is at fault.
+    """
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str, prompt_tokens: str | None = None, window: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt_tokens = prompt_tokens
+        self.window = window
 
 
 class Unauthenticated(ApiError):

@@ -7,33 +7,35 @@ that cannot be honoured is refused by name, never dropped in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Final, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, NoReturn
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.edge import json_body
+from gateway.edge import dialect, json_body
 from gateway.edge.canonical import (
     AnswerHead,
     CanonicalRequest,
+    EndedText,
+    Ending,
+    FinishReason,
     Message,
     OutputLimit,
     Role,
     Sampling,
     UsageCounts,
 )
+from gateway.edge.dialect import ErrorAnswer
 from gateway.edge.errors import ApiError, InvalidRequest, UnknownParameter, UnsupportedParameter
 
-JSON_TYPE: Final = "application/json"
-EVENT_STREAM_TYPE: Final = "text/event-stream; charset=utf-8"
+JSON_TYPE: Final = dialect.JSON_TYPE
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 MAX_CHOICES: Final = 128
 MAX_MESSAGES: Final = 2048
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 256
 
-FinishReason = Literal["stop", "length"]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Limit = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ShortText = Annotated[str, Meta(max_length=512)]
@@ -397,9 +399,7 @@ def _usage(counts: UsageCounts) -> _Usage:
     )
 
 
-def encode_completion(
-    head: AnswerHead, *, choices: Iterable[tuple[str, FinishReason]], counts: UsageCounts
-) -> bytes:
+def encode_completion(head: AnswerHead, *, texts: Sequence[EndedText], counts: UsageCounts) -> bytes:
     """The whole answer of a request without `stream`: each choice's text and why it ended, in order."""
     return _ENCODER.encode(
         _Completion(
@@ -408,8 +408,12 @@ def encode_completion(
             model=head.model,
             system_fingerprint=_system_fingerprint(head),
             choices=tuple(
-                _Choice(index=index, message=_AnswerMessage(content=text), finish_reason=reason)
-                for index, (text, reason) in enumerate(choices)
+                _Choice(
+                    index=index,
+                    message=_AnswerMessage(content=ended.text),
+                    finish_reason=ended.ending.reason,
+                )
+                for index, ended in enumerate(texts)
             ),
             usage=_usage(counts),
         )
@@ -421,23 +425,31 @@ class ChunkEncoder:
     when it was asked for.
     """
 
-    __slots__ = ("_absent_usage", "_head")
+    __slots__ = ("_absent_usage", "_head", "_include_usage")
 
     def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
         self._head = head
+        self._include_usage = include_usage
         self._absent_usage: UnsetType | None = None if include_usage else UNSET
 
-    def role(self, choice: int) -> bytes:
-        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(role="assistant", content="")))
+    def begin(self, num_choices: int, promised: UsageCounts) -> bytes:
+        return b"".join(
+            self._chunk(_ChunkChoice(index=choice, delta=_Delta(role="assistant", content="")))
+            for choice in range(num_choices)
+        )
+
+    def progress(self) -> bytes:
+        return b""
 
     def text(self, choice: int, text: str) -> bytes:
         return self._chunk(_ChunkChoice(index=choice, delta=_Delta(content=text)))
 
-    def finish(self, choice: int, reason: FinishReason) -> bytes:
-        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(), finish_reason=reason))
+    def finish(self, choice: int, ending: Ending) -> bytes:
+        return self._chunk(_ChunkChoice(index=choice, delta=_Delta(), finish_reason=ending.reason))
 
-    def usage(self, counts: UsageCounts) -> bytes:
-        return self._event((), _usage(counts))
+    def end(self, counts: UsageCounts) -> bytes:
+        usage = self._event((), _usage(counts)) if self._include_usage else b""
+        return usage + DONE_EVENT
 
     def _chunk(self, choice: _ChunkChoice) -> bytes:
         return self._event((choice,), self._absent_usage)
@@ -462,6 +474,31 @@ def encode_error(error: ApiError) -> bytes:
 def encode_error_event(error: ApiError) -> bytes:
     """Ends a stream that has begun: the official clients raise on it, and no `[DONE]` follows."""
     return b"data: " + encode_error(error) + b"\n\n"
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    endpoint: Final = "chat_completions"
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> CanonicalRequest:
+        return parse_chat(body)
+
+    def stream(self, head: AnswerHead, request: CanonicalRequest) -> ChunkEncoder:
+        return ChunkEncoder(head, include_usage=request.include_usage)
+
+    def whole(self, head: AnswerHead, texts: Sequence[EndedText], counts: UsageCounts) -> bytes:
+        return encode_completion(head, texts=texts, counts=counts)
+
+    def headers(self, request_id: str, elapsed_ms: float) -> dict[str, str]:
+        return {"x-request-id": request_id, "openai-processing-ms": str(round(elapsed_ms))}
+
+    def error(self, error: ApiError, request_id: str) -> ErrorAnswer:
+        headers = {"x-request-id": request_id, **error.headers}
+        return ErrorAnswer(status=error.status, headers=headers, body=encode_error(error))
+
+    def error_event(self, error: ApiError, request_id: str) -> bytes:
+        return encode_error_event(error)
 
 
 def encode_model(name: str, *, created: int) -> bytes:

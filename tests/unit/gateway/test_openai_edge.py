@@ -6,7 +6,15 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.edge import openai
-from gateway.edge.canonical import AnswerHead, Message, OutputLimit, UsageCounts
+from gateway.edge.canonical import (
+    AnswerHead,
+    EndedText,
+    Ending,
+    FinishReason,
+    Message,
+    OutputLimit,
+    UsageCounts,
+)
 from gateway.edge.errors import ApiError, InvalidRequest, Unauthenticated
 
 HEAD = AnswerHead(request_id="0190", created=1_700_000_000, model="tiny", fingerprint="ab" * 16)
@@ -285,7 +293,7 @@ def test_a_cache_key_is_an_affinity_and_comes_before_the_user():
 
 
 def test_a_whole_answer_is_what_the_official_types_expect():
-    raw = openai.encode_completion(HEAD, choices=[("héllo", "stop")], counts=COUNTS)
+    raw = openai.encode_completion(HEAD, texts=[ended("héllo", "stop")], counts=COUNTS)
     answer = ChatCompletion.model_validate_json(raw, strict=True)
     assert answer.choices[0].message.content == "héllo"
     assert answer.choices[0].finish_reason == "stop"
@@ -300,12 +308,14 @@ def test_a_whole_answer_is_what_the_official_types_expect():
 
 
 def test_a_known_zero_of_cached_tokens_is_sent():
-    raw = openai.encode_completion(HEAD, choices=[("", "length")], counts=UsageCounts(uncached=5, output=1))
+    raw = openai.encode_completion(
+        HEAD, texts=[ended("", "length")], counts=UsageCounts(uncached=5, output=1)
+    )
     assert json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_choices_are_numbered_in_order():
-    raw = openai.encode_completion(HEAD, choices=[("a", "stop"), ("b", "length")], counts=COUNTS)
+    raw = openai.encode_completion(HEAD, texts=[ended("a", "stop"), ended("b", "length")], counts=COUNTS)
     answer = ChatCompletion.model_validate_json(raw, strict=True)
     told = [(choice.index, choice.message.content, choice.finish_reason) for choice in answer.choices]
     assert told == [(0, "a", "stop"), (1, "b", "length")]
@@ -318,6 +328,20 @@ def test_as_many_choices_are_asked_for_as_the_client_wants(fields, expected):
     assert openai.parse_chat(body(**fields)).num_choices == expected
 
 
+STOP = Ending(reason="stop")
+
+
+def ended(text: str, reason: FinishReason) -> EndedText:
+    return EndedText(text=text, ending=Ending(reason=reason))
+
+
+def end(encoder: openai.ChunkEncoder) -> bytes:
+    """The last chunks without what ends every stream."""
+    raw = encoder.end(COUNTS)
+    assert raw.endswith(openai.DONE_EVENT)
+    return raw.removesuffix(openai.DONE_EVENT)
+
+
 def chunks(raw: bytes) -> list[dict[str, object]]:
     return [json.loads(event.removeprefix(b"data: ")) for event in raw.split(b"\n\n") if event]
 
@@ -325,7 +349,7 @@ def chunks(raw: bytes) -> list[dict[str, object]]:
 def test_usage_is_null_in_every_chunk_but_the_last_when_it_was_asked_for():
     encoder = openai.ChunkEncoder(HEAD, include_usage=True)
     *before, last = chunks(
-        encoder.role(0) + encoder.text(0, "a") + encoder.finish(0, "stop") + encoder.usage(COUNTS)
+        encoder.begin(1, COUNTS) + encoder.text(0, "a") + encoder.finish(0, STOP) + end(encoder)
     )
     assert [chunk["usage"] for chunk in before] == [None, None, None]
     assert last["choices"] == []
@@ -338,7 +362,9 @@ def test_usage_is_absent_from_every_chunk_when_it_was_not_asked_for():
     encoder = openai.ChunkEncoder(HEAD, include_usage=False)
     assert all(
         "usage" not in chunk
-        for chunk in chunks(encoder.role(0) + encoder.text(0, "a") + encoder.finish(0, "stop"))
+        for chunk in chunks(
+            encoder.begin(1, COUNTS) + encoder.text(0, "a") + encoder.finish(0, STOP) + end(encoder)
+        )
     )
 
 

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 
 import pytest
 
+from gateway.edge import openai
 from gateway.edge.canonical import AnswerHead, UsageCounts
 from gateway.edge.errors import ApiError, ServiceUnavailable, UpstreamBroke
 from gateway.relay import ProtocolBroken, Tally, cache_status, relay_stream, relay_whole
@@ -41,6 +43,16 @@ def tally_of(*events: Event, num_choices: int = 1) -> Tally:
 async def replay(events: Iterable[Event]) -> AsyncIterator[Event]:
     for event in events:
         yield event
+
+
+def written_by(relay):
+    """The relay with OpenAI's encoders."""
+    if relay is relay_whole:
+        return partial(
+            relay_whole,
+            encode=lambda texts, counts: openai.encode_completion(HEAD, texts=texts, counts=counts),
+        )
+    return partial(relay_stream, encoder=openai.ChunkEncoder(HEAD, include_usage=False))
 
 
 class Recorder:
@@ -156,7 +168,9 @@ async def test_a_stream_is_role_texts_finish_usage_and_done():
         Finished(reason="length", text="!", output_tokens=4),
     ]
     books = Books(tally, sink)
-    await relay_stream(replay(events), tally, HEAD, sink, books, include_usage=True)
+    await relay_stream(
+        replay(events), tally, sink, books, encoder=openai.ChunkEncoder(HEAD, include_usage=True)
+    )
     *chunks, done = sink.events
     parsed = [json.loads(chunk) for chunk in chunks]
     assert done == "[DONE]"
@@ -178,7 +192,13 @@ async def test_a_stream_is_role_texts_finish_usage_and_done():
 async def test_the_end_of_a_stream_without_usage_has_none():
     sink, tally = Recorder(), Tally(prompt_tokens=40, clock=lambda: 0)
     events = [STARTED, Finished(reason="stop", text="", output_tokens=0)]
-    await relay_stream(replay(events), tally, HEAD, sink, Books(tally, sink), include_usage=False)
+    await relay_stream(
+        replay(events),
+        tally,
+        sink,
+        Books(tally, sink),
+        encoder=openai.ChunkEncoder(HEAD, include_usage=False),
+    )
     assert len(sink.events) == 3
     assert "usage" not in json.loads(sink.events[1])
 
@@ -186,7 +206,7 @@ async def test_the_end_of_a_stream_without_usage_has_none():
 async def test_a_whole_answer_joins_every_text():
     sink, tally = Recorder(), Tally(prompt_tokens=40, clock=lambda: 0)
     events = [STARTED, token("Hel"), token("lo"), Finished(reason="stop", text="!", output_tokens=2)]
-    await relay_whole(replay(events), tally, HEAD, sink, Books(tally, sink))
+    await written_by(relay_whole)(replay(events), tally, sink, Books(tally, sink))
     answer = json.loads(b"".join(sink.sent))
     assert answer["choices"][0]["message"]["content"] == "Hello!"
     assert answer["usage"]["prompt_tokens"] == 40
@@ -205,9 +225,8 @@ async def test_a_whole_answer_joins_every_text():
 async def test_a_worker_that_gives_up_ends_the_answer_with_an_error(code, refusal, relay):
     sink, tally = Recorder(), Tally(prompt_tokens=40, clock=lambda: 0)
     events = [STARTED, token("a"), Failed(code=code, message="secret detail")]
-    options = {"include_usage": False} if relay is relay_stream else {}
     with pytest.raises(refusal) as caught:
-        await relay(replay(events), tally, HEAD, sink, Books(tally, sink), **options)
+        await written_by(relay)(replay(events), tally, sink, Books(tally, sink))
     assert isinstance(caught.value, ApiError)
     assert "secret detail" not in caught.value.message
     assert not sink.ended
@@ -254,7 +273,13 @@ def test_a_failure_ends_the_choices_that_are_left_and_nothing_is_final():
 
 async def test_a_stream_of_several_choices_numbers_them_and_ends_with_the_last():
     sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
-    await relay_stream(replay(TWO_CHOICES), tally, HEAD, sink, Books(tally, sink), include_usage=True)
+    await relay_stream(
+        replay(TWO_CHOICES),
+        tally,
+        sink,
+        Books(tally, sink),
+        encoder=openai.ChunkEncoder(HEAD, include_usage=True),
+    )
     *chunks, last, done = sink.events
     choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
     texts, ends, roles = ["", ""], {}, []
@@ -271,7 +296,7 @@ async def test_a_stream_of_several_choices_numbers_them_and_ends_with_the_last()
 async def test_a_whole_answer_has_every_choice_in_order():
     sink, tally = Recorder(), Tally(prompt_tokens=40, num_choices=2, clock=lambda: 0)
     books = Books(tally, sink)
-    await relay_whole(replay(TWO_CHOICES), tally, HEAD, sink, books)
+    await written_by(relay_whole)(replay(TWO_CHOICES), tally, sink, books)
     assert books.concluded == [46]
     answer = json.loads(b"".join(sink.sent))
     told = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in answer["choices"]]
