@@ -19,7 +19,7 @@ from typing import Any, Final
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, Uuid, bindparam, exists, insert, select, text, update
+from sqlalchemy import Connection, Row, Uuid, bindparam, exists, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from billing import budgets, instants, limits, rollups, schema
@@ -34,7 +34,7 @@ from billing.periods import hold_periods
 from billing.prices import BookHistory, ModelPrice, RecentBook
 from billing.rating import LedgerLine, differences, rate_quantities
 from billing.receipt_chain import note_due
-from billing.sql import among, insert_many
+from billing.sql import among, insert_many, insert_new
 from billing.usage import ABANDONED, Admission, Estimate, TokenClass, TokenCounts, UsageEvent, UsageKind
 
 ADJUSTMENT: Final = "adjustment"
@@ -99,8 +99,7 @@ def admit_all(
 ) -> set[RequestId]:
     """Writes request rows; returns the ids that are new. A known id keeps its row."""
     rows = [_request_row(admission, owner=owner, lease=lease) for admission in admissions]
-    statement = _insert_or_keep(connection, schema.requests).returning(schema.requests.c.id)
-    return {RequestId(request_id) for request_id in connection.execute(statement, rows).scalars()}
+    return insert_new(connection, schema.requests, rows)
 
 
 def admit_priced(
@@ -399,17 +398,6 @@ def _has_budgets_and_limits(connection: Connection) -> tuple[bool, bool]:
     return bool(row.budgets), bool(row.limits)
 
 
-def _insert_or_keep(connection: Connection, table: Table) -> Any:
-    """INSERT … ON CONFLICT DO NOTHING, in the dialect of the connection."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table)
-    if table is schema.usage_events:
-        return statement.on_conflict_do_nothing(
-            index_elements=["tenant_id", "request_id"], index_where=text(schema.TERMINAL)
-        )
-    return statement.on_conflict_do_nothing(index_elements=["id"])
-
-
 def _unadmitted(connection: Connection, events: Sequence[UsageEvent]) -> list[Admission]:
     ids = [event.request_id for event in events]
     requests = schema.requests.c
@@ -418,16 +406,11 @@ def _unadmitted(connection: Connection, events: Sequence[UsageEvent]) -> list[Ad
 
 
 def _insert_terminal(connection: Connection, drafts: Sequence[_Draft], now: Microseconds) -> set[EventId]:
-    """Writes the events of requests that have none; returns their ids.
-
-    Not by RETURNING: that makes one statement of all rows, which takes the driver longer to
-    read than the database to run. The ids are new ones of ours: who is there was taken.
-    """
+    """Writes the events of requests that have none; returns their ids."""
     rows = [_event_row(draft, now) for draft in drafts]
-    connection.execute(_insert_or_keep(connection, schema.usage_events), rows)
-    ids = schema.usage_events.c.id
-    taken = select(ids).where(among(connection, ids, [draft.event_id for draft in drafts]))
-    return {EventId(event_id) for event_id in connection.execute(taken).scalars()}
+    return insert_new(
+        connection, schema.usage_events, rows, key=("tenant_id", "request_id"), where=schema.TERMINAL
+    )
 
 
 def _write_lines(connection: Connection, drafts: Sequence[_Draft]) -> Mapping[EventId, Sequence[LedgerLine]]:

@@ -175,9 +175,9 @@ def _lock_chains(connection: Connection, tenant_ids: set[UUID]) -> None:
     """In one order, so that nobody waits in a circle."""
     if connection.dialect.name != "postgresql":
         return  # BEGIN IMMEDIATE already holds the only write lock
-    take = text("SELECT pg_advisory_xact_lock(:locks, :chain)")
-    for chain in sorted({int.from_bytes(one.bytes[-4:], signed=True) for one in tenant_ids}):
-        connection.execute(take, {"locks": _CHAIN_LOCKS, "chain": chain})
+    chains = sorted({int.from_bytes(one.bytes[-4:], signed=True) for one in tenant_ids})
+    take = text("SELECT pg_advisory_xact_lock(:locks, chain) FROM unnest(CAST(:chains AS int[])) AS chain")
+    connection.execute(take, {"locks": _CHAIN_LOCKS, "chains": chains})
 
 
 def _signed(
@@ -203,12 +203,17 @@ def _signed(
 
 def _ends(connection: Connection, tenant_ids: Iterable[UUID]) -> dict[UUID, Link]:
     """Where each tenant's chain has come to."""
-    last = select(_receipts.sequence, _receipts.digest).order_by(_receipts.sequence.desc()).limit(1)
-    ends = {}
-    for tenant_id in tenant_ids:
-        row = connection.execute(last.where(_receipts.tenant_id == tenant_id)).one_or_none()
-        ends[tenant_id] = Link() if row is None else Link(sequence=row.sequence, digest=row.digest)
-    return ends
+    ids, others = list(tenant_ids), schema.receipts.alias()
+    last = select(func.max(others.c.sequence)).where(others.c.tenant_id == schema.tenants.c.id)
+    found = (
+        select(_receipts.tenant_id, _receipts.sequence, _receipts.digest)
+        .join(schema.tenants, _receipts.tenant_id == schema.tenants.c.id)
+        .where(among(connection, schema.tenants.c.id, ids), _receipts.sequence == last.scalar_subquery())
+    )
+    ends = {
+        row.tenant_id: Link(sequence=row.sequence, digest=row.digest) for row in connection.execute(found)
+    }
+    return {tenant_id: ends.get(tenant_id, Link()) for tenant_id in ids}
 
 
 def _receipt(
