@@ -224,6 +224,7 @@ def _dashboard(gateway: Gateway, clock: Clock) -> Dashboard:
         secret=gateway.secret,
         hasher=key_hasher(gateway.secret),
         meter=gateway.meter,
+        sealer=gateway.sealer,
         roster=gateway.roster,
         executor=gateway.database_threads,
         clock=clock,

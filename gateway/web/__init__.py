@@ -18,5 +18,6 @@ every number comes from billing's reports as it stands there.
 | `live`     | what workers' caches did and hold, asked for now               |
 
 Pages, each a module with `routes`: `today` (with `usage`), `cache` (with `cache_live`), `spending`,
-`requests`, `statement_pages` (with `statements`), `prefixes`, `tenants`, `price_pages`, `workers`.
+`requests` (with `receipts`), `statement_pages` (with `statements`), `prefixes`,
+`tenants`, `price_pages`, `workers`.
 """

@@ -13,51 +13,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from billing import instants
-from billing.instants import Microseconds
-from billing.totals import UsageTotals
-from gateway.web.usage import HOUR, HOUR_MICROSECONDS, Hour
+from gateway.web.usage import Day, Hour
 
 Figure = dict[str, Any]
 """`data` and `layout`, made of what JSON can say."""
 
-_HOUR_MILLISECONDS: Final = HOUR_MICROSECONDS // 1_000
-_BAR_SHARE_PERCENT: Final = 82
+_BAR_WIDTH: Final = 0.82
+"""Of an hour."""
+_TICK_HOURS: Final = 6
 # The panels' edges, as parts of the height.
 _TOKENS_TOP: Final = 0.58
 _SHARE_BOTTOM: Final = 0.73
-_BAR_MILLISECONDS: Final = _HOUR_MILLISECONDS * _BAR_SHARE_PERCENT // 100
 
 
-def day_figure(hours: Sequence[Hour], *, start: Microseconds, end: Microseconds) -> Figure:
-    """Input tokens and hit share of each hour of `[start, end)`. Hours that are not given had no requests."""
-    every_hour = _every_hour(hours, start=start, end=end)
+def day_figure(day: Day) -> Figure:
+    """Input tokens and hit share of each hour of the day."""
+    hours = day.hours
     return {
         "data": [
-            _bars("Cached", "cached", every_hour, [hour.totals.read_tokens for hour in every_hour]),
-            _bars("Uncached", "uncached", every_hour, [hour.computed_tokens for hour in every_hour]),
-            _share_line(every_hour),
+            _bars("Cached", "cached", hours, [hour.totals.read_tokens for hour in hours]),
+            _bars("Uncached", "uncached", hours, [hour.computed_tokens for hour in hours]),
+            _share_line(hours),
         ],
-        "layout": _layout(_moment(start), _moment(end)),
+        "layout": _layout(hours),
     }
 
 
-def _every_hour(hours: Sequence[Hour], *, start: Microseconds, end: Microseconds) -> Sequence[Hour]:
-    known = {hour.start: hour.totals for hour in hours}
-    num_hours = (end - start) // HOUR_MICROSECONDS
-    starts = [instants.later(start, HOUR * index) for index in range(num_hours)]
-    return [Hour(start=begin, totals=known.get(begin, UsageTotals())) for begin in starts]
-
-
-def _moment(instant: Microseconds) -> str:
-    """Plotly draws a date without a zone as it stands: UTC here."""
-    return instants.to_datetime(instant).strftime("%Y-%m-%dT%H:%M:%S")
-
-
 def _along_time(hours: Sequence[Hour]) -> Figure:
-    """Each hour at its middle, and its name for whoever points at it."""
+    """Each hour at its middle, counted from the day's start, and its name for whoever points at it.
+
+    Not at its time on the wall, which some hours have in common when clocks go back.
+    """
     return {
-        "x": [_moment(instants.later(hour.start, HOUR / 2)) for hour in hours],
+        "x": [place + 0.5 for place in range(len(hours))],
         "customdata": [hour.label for hour in hours],
     }
 
@@ -67,7 +55,7 @@ def _bars(name: str, colour: str, hours: Sequence[Hour], tokens: Sequence[int]) 
         "type": "bar",
         "name": name,
         "y": list(tokens),
-        "width": _BAR_MILLISECONDS,
+        "width": _BAR_WIDTH,
         "marker": {"color": f"var(--{colour})", "line": {"width": 0}},
         "hovertemplate": f"%{{customdata}}  {name.lower()} <b>%{{y:,}}</b> tokens<extra></extra>",
     }
@@ -107,7 +95,8 @@ def _panel_title(text: str, top: float) -> Figure:
     }
 
 
-def _layout(start: str, end: str) -> Figure:
+def _layout(hours: Sequence[Hour]) -> Figure:
+    ticks = list(range(0, len(hours), _TICK_HOURS))
     axis = {
         "fixedrange": True,
         "gridcolor": "var(--grid)",
@@ -137,12 +126,11 @@ def _layout(start: str, end: str) -> Figure:
         "hoverlabel": {"bgcolor": "var(--surface)", "bordercolor": "var(--grid)", "align": "left"},
         "dragmode": False,
         "xaxis": axis | {
-            "type": "date",
-            "range": [start, end],
-            "tickformat": "%H:%M",
+            "range": [0, len(hours)],
+            "tickvals": ticks,
+            "ticktext": [hours[place].begins for place in ticks],
             "anchor": "y",
             "showgrid": False,
-            "dtick": 6 * _HOUR_MILLISECONDS,
         },
         "yaxis": axis | {
             "domain": [0, _TOKENS_TOP],

@@ -49,24 +49,28 @@ from gateway.web.panels import (
     percent,
     text,
 )
-from gateway.web.visits import TENANT, ZONE, Visit, Visits
+from gateway.web.receipts import IssuedReceipt, ReceiptDesk, receipt_file, receipts_panel
+from gateway.web.visits import Visit, Visits
 
 REQUESTS: Final = "/dashboard/requests"
 ROWS_PER_PAGE: Final = 50
 KINDS: Final = ("final", "aborted", "adjustment", "credit")
 OUTCOMES: Final[Mapping[str, bool | None]] = {"": None, "hit": True, "miss": False}
+_ONE: Final = REQUESTS + "/{request_id}"
 _FILTERS: Final = (PERIOD, "project", "api_key", "model", "kind", "outcome", "reason", "after")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPages:
     visits: Visits
+    desk: ReceiptDesk
 
     def routes(self) -> Sequence[BaseRoute]:
         page = self.visits.page
         return (
             Route(REQUESTS, page(self.show_list, known=_FILTERS), methods=["GET"]),
-            Route(REQUESTS + "/{request_id}", page(self.show_one), methods=["GET"]),
+            Route(_ONE, page(self.show_one), methods=["GET"]),
+            Route(_ONE + "/receipts/{number}", page(self.send_receipt), methods=["GET"]),
         )
 
     async def show_list(self, visit: Visit) -> Response:
@@ -94,14 +98,7 @@ class RequestPages:
     async def show_one(self, visit: Visit) -> Response:
         request_id = _request_id(visit.request.path_params["request_id"])
         await self.visits.catch_up()
-
-        def find() -> RequestRecord:
-            return find_request(self.visits.database, request_id, tenant_ids=visit.tenant_ids)
-
-        try:
-            record = await self.visits.run(find)
-        except UnknownRequest as error:
-            raise NotFound("There is no such request.") from error
+        record, issued = await self.visits.run(lambda: self._find(visit, request_id))
         names = await self.visits.run(lambda: self._names_of_one(record.events[0]))
         return await self.visits.render(
             "request.html",
@@ -109,11 +106,38 @@ class RequestPages:
             active="requests",
             title="Request",
             request_id=str(request_id),
-            back=link(REQUESTS, _kept(visit)),
+            back=link(REQUESTS, visit.carried),
             split=split_of(record),
-            panels=(cost_panel(record), facts_panel(record, names, visit), *history_panels(record, visit)),
+            panels=(
+                cost_panel(record),
+                facts_panel(record, names, visit),
+                receipts_panel(
+                    issued,
+                    f"{REQUESTS}/{request_id}/receipts",
+                    visit.carried,
+                    num_due=len(record.events) - len(issued),
+                ),
+                *history_panels(record, visit),
+            ),
             has_chart=False,
         )
+
+    async def send_receipt(self, visit: Visit) -> Response:
+        request_id = _request_id(visit.request.path_params["request_id"])
+        await self.visits.catch_up()
+        _, issued = await self.visits.run(lambda: self._find(visit, request_id))
+        return receipt_file(issued, visit.request.path_params["number"])
+
+    def _find(self, visit: Visit, request_id: RequestId) -> tuple[RequestRecord, Sequence[IssuedReceipt]]:
+        """Blocks. Raises `NotFound`, also for what is another tenant's."""
+        try:
+            record = find_request(self.visits.database, request_id, tenant_ids=visit.tenant_ids)
+        except UnknownRequest as error:
+            raise NotFound("There is no such request.") from error
+        issued = self.desk.issued(
+            request_id, tenant_id=record.events[0].tenant_id, num_events=len(record.events)
+        )
+        return record, issued
 
     def _names(self, visit: Visit) -> Names:
         tenants = {one.id: one.name for one in visit.tenants}
@@ -336,7 +360,7 @@ def _row(row: RequestRow, visit: Visit, names: Names) -> Sequence[Cell]:
         Cell(
             shown=admitted.shown,
             value=str(row.request_id),
-            href=link(f"{REQUESTS}/{row.request_id}", _kept(visit)),
+            href=link(f"{REQUESTS}/{row.request_id}", visit.carried),
         ),
         whose,
         text(row.model),
@@ -438,8 +462,3 @@ def _request_id(written: str) -> RequestId:
         return RequestId(UUID(written))
     except ValueError as error:
         raise NotFound("There is no such request.") from error
-
-
-def _kept(visit: Visit) -> Mapping[str, str]:
-    asked = visit.request.query_params
-    return {name: asked[name] for name in (TENANT, ZONE) if asked.get(name)}

@@ -19,12 +19,14 @@ from billing.accounts import KeyHasher
 from billing.db import Database
 from billing.instants import Clock
 from billing.meter import Meter
+from billing.sealer import Sealer
 from gateway.roster import Roster
 from gateway.secrets import DeploymentSecret
 from gateway.web import assets
 from gateway.web.cache import CachePage
 from gateway.web.prefixes import PrefixPage
 from gateway.web.price_pages import PricePages
+from gateway.web.receipts import ReceiptDesk
 from gateway.web.requests import RequestPages
 from gateway.web.sessions import SessionStore
 from gateway.web.sign_in import SignInPages
@@ -46,6 +48,7 @@ class Dashboard:
     secret: DeploymentSecret
     hasher: KeyHasher
     meter: Meter
+    sealer: Sealer
     roster: Roster
     executor: Executor
     clock: Clock
@@ -67,7 +70,7 @@ class Dashboard:
             TodayPage(visits=visits, model_name=self._model_name),
             CachePage(visits=visits, roster=self.roster, secret=self.secret),
             SpendingPage(visits=visits),
-            RequestPages(visits=visits),
+            RequestPages(visits=visits, desk=ReceiptDesk(database=self.database, sealer=self.sealer)),
             StatementPages(visits=visits),
             PrefixPage(visits=visits, roster=self.roster, secret=self.secret),
             TenantPages(visits=visits),

@@ -1,4 +1,4 @@
-"""The first page: what the UTC day used so far, or what to do where nothing was used yet.
+"""The first page: what the day used so far, in the zone, or what to do where nothing was used yet.
 
 Knows the day's report and a first request to paste. Does not know how its figures are written.
 """
@@ -16,10 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from billing import calendar, instants
-from billing.reports import UsageReport, usage_report
+from billing import instants
+from billing.reports import GroupUsage, Selection, grouped_usage
 from gateway.web import usage
 from gateway.web.figures import day_figure
+from gateway.web.filters import tenant_choice, zone_choice
+from gateway.web.panels import link
 from gateway.web.visits import HOME, Visit, Visits
 
 _HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -36,35 +38,31 @@ class TodayPage:
         return (Route(HOME, self.visits.page(self.show), methods=["GET"]),)
 
     async def show(self, visit: Visit) -> Response:
-        start, end = usage.day_of(visit.now)
         is_behind = not await self.visits.catch_up()
-        report = await self.visits.run(
-            lambda: usage_report(
-                self.visits.database,
-                tenant_id=visit.own_or_chosen,
-                start=start,
-                end=end,
-                cutter=calendar.hours,
-            )
-        )
-        return await self._page(visit, report, is_behind=is_behind)
-
-    async def _page(self, visit: Visit, report: UsageReport, *, is_behind: bool) -> Response:
-        hours = usage.hours_of(report)
+        used = await self.visits.run(lambda: self._used(visit))
+        day = usage.day_of(visit.now, visit.zone, used)
         return await self.visits.render(
             "today.html",
             visit,
             active="today",
-            has_chart=bool(hours),
-            whose=visit.principal.tenant_name if visit.tenant is None else visit.tenant.name,
-            day=instants.to_datetime(report.start),
-            as_of=instants.to_datetime(visit.now),
-            rows=usage.rows_of(report),
-            hours=[(hour, usage.hit_share_row(hour.totals)) for hour in hours],
-            figure_json=day_figure(hours, start=report.start, end=report.end),
+            has_chart=bool(day.used_hours),
+            whose=visit.whose[:1].upper() + visit.whose[1:],
+            day=day.date,
+            zone=visit.zone.key,
+            as_of=instants.to_datetime(visit.now).astimezone(visit.zone),
+            again=link(HOME, visit.carried),
+            action=HOME,
+            choices=(*tenant_choice(visit), zone_choice(visit)),
+            rows=usage.rows_of(day.totals),
+            hours=[(hour, usage.hit_share_row(hour.totals)) for hour in day.used_hours],
+            figure_json=day_figure(day),
             is_behind=is_behind,
             curl=_curl(visit.request, self.model_name()),
         )
+
+    def _used(self, visit: Visit) -> Sequence[GroupUsage]:
+        hours = usage.hours_of(visit.now, visit.zone)
+        return grouped_usage(self.visits.database, Selection(tenant_ids=visit.tenant_ids), hours)
 
 
 def _curl(request: Request, model: str | None) -> str:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Final
+from zoneinfo import ZoneInfo
 
-from billing import instants
-from billing.instants import MICROSECONDS_PER_SECOND, Microseconds
+from billing import calendar, instants
+from billing.calendar import Span
+from billing.instants import Microseconds
 from billing.money import format_basis_points, format_dollars
-from billing.reports import UsageReport
+from billing.reports import CURRENCY, GroupUsage
 from billing.totals import UsageTotals
 
-DAY: Final = timedelta(days=1)
-HOUR: Final = timedelta(hours=1)
-HOUR_MICROSECONDS: Final = 3_600 * MICROSECONDS_PER_SECOND
-_DAY_MICROSECONDS: Final = 24 * HOUR_MICROSECONDS
+_ONE_DAY: Final = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +36,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hour:
-    """What was admitted in the hour from `start`."""
+    """What was admitted in one hour on the wall of the zone."""
 
-    start: Microseconds
+    span: Span
+    zone: ZoneInfo
     totals: UsageTotals
 
     @property
@@ -49,28 +49,56 @@ class Hour:
 
     @property
     def begins(self) -> str:
-        return instants.to_datetime(self.start).strftime("%H:%M")
+        return self._clock(self.span.start)
 
     @property
     def label(self) -> str:
-        end = instants.to_datetime(instants.later(self.start, HOUR))
-        return f"{self.begins}–{end:%H:%M}"
+        return f"{self.begins}–{self._clock(self.span.end)}"
+
+    def _clock(self, instant: Microseconds) -> str:
+        return f"{instants.to_datetime(instant).astimezone(self.zone):%H:%M}"
 
 
-def day_of(now: Microseconds) -> tuple[Microseconds, Microseconds]:
-    """Start and end of the UTC day that holds the instant."""
-    start = Microseconds(now - now % _DAY_MICROSECONDS)
-    return start, instants.later(start, DAY)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Day:
+    """A civil day of a zone, all of its hours in order: 24 of them, unless clocks are changed in it."""
+
+    date: date
+    hours: Sequence[Hour]
+
+    @property
+    def totals(self) -> UsageTotals:
+        return sum((hour.totals for hour in self.hours), UsageTotals())
+
+    @property
+    def used_hours(self) -> Sequence[Hour]:
+        return [hour for hour in self.hours if hour.totals != UsageTotals()]
 
 
-def hours_of(report: UsageReport) -> Sequence[Hour]:
-    """The hours in which something was used, in order. The report is cut by hours."""
-    return [Hour(start=used.span.start, totals=used.totals) for used in report.spans]
+def hours_of(now: Microseconds, zone: ZoneInfo) -> Sequence[Span]:
+    """Of the civil day that holds the instant: where it is cut."""
+    today = _today(now, zone)
+    start, end = calendar.start_of_day(today, zone), calendar.start_of_day(today + _ONE_DAY, zone)
+    return calendar.hours(start, end, zone)
 
 
-def rows_of(report: UsageReport) -> Sequence[Row]:
-    """Every total of the report, in the order in which they explain each other."""
-    totals, currency = report.totals, report.currency
+def day_of(now: Microseconds, zone: ZoneInfo, used: Sequence[GroupUsage]) -> Day:
+    """The day, with what was used in its hours. Usage of several groups in an hour is added up."""
+    totals = {span: UsageTotals() for span in hours_of(now, zone)}
+    for one in used:
+        totals[one.span] += one.totals
+    return Day(
+        date=_today(now, zone),
+        hours=[Hour(span=span, zone=zone, totals=found) for span, found in totals.items()],
+    )
+
+
+def _today(now: Microseconds, zone: ZoneInfo) -> date:
+    return instants.to_datetime(now).astimezone(zone).date()
+
+
+def rows_of(totals: UsageTotals) -> Sequence[Row]:
+    """Every total, in the order in which they explain each other."""
     return (
         _count("requests", "Requests", "admitted today", totals.requests),
         _count("uncached_tokens", "Uncached input", "tokens computed", totals.uncached_tokens),
@@ -79,9 +107,9 @@ def rows_of(report: UsageReport) -> Sequence[Row]:
         _count("output_tokens", "Output", "tokens generated", totals.output_tokens),
         hit_share_row(totals),
         _money("amount_without_cache", "Without cache", "the same tokens, all computed",
-               totals.amount_without_cache_pusd, currency),
-        _money("saved", "Saved", "what reuse took off", totals.saved_pusd, currency),
-        _money("amount", "Amount", "what you pay", totals.amount_pusd, currency),
+               totals.amount_without_cache_pusd),
+        _money("saved", "Saved", "what reuse took off", totals.saved_pusd),
+        _money("amount", "Amount", "what is paid", totals.amount_pusd),
     )  # fmt: skip
 
 
@@ -101,6 +129,6 @@ def _count(key: str, label: str, hint: str, count: int) -> Row:
     return Row(key=key, label=label, hint=hint, value=str(count), shown=f"{count:,}")
 
 
-def _money(key: str, label: str, hint: str, amount_pusd: int, currency: str) -> Row:
+def _money(key: str, label: str, hint: str, amount_pusd: int) -> Row:
     exact = format_dollars(amount_pusd)
-    return Row(key=key, label=label, hint=hint, value=exact, shown=exact.replace("-", "−"), unit=currency)
+    return Row(key=key, label=label, hint=hint, value=exact, shown=exact.replace("-", "−"), unit=CURRENCY)

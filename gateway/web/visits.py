@@ -97,6 +97,12 @@ class Visit:
         return "all tenants" if self.tenant is None else self.tenant.name
 
     @property
+    def carried(self) -> Mapping[str, str]:
+        """What a link to another page keeps: the tenant that an admin chose, and the zone."""
+        kept = {TENANT: self.query.one(TENANT) if self.is_admin else None, ZONE: self.query.one(ZONE)}
+        return {name: value for name, value in kept.items() if value}
+
+    @property
     def own_or_chosen(self) -> TenantId:
         """For what only one tenant has at a time."""
         return self.principal.tenant_id if self.tenant is None else self.tenant.id
@@ -168,7 +174,7 @@ class Visits:
             form_token=visit.session.form_token,
             is_admin=visit.is_admin,
             active=active,
-            carried=_carried(visit),
+            carried=visit.carried,
             **({"secret": None, "choices": (), "action": "", "tiles": (), "is_behind": False} | values),
         )
 
@@ -268,12 +274,6 @@ def _chosen(visible: Sequence[Tenant], asked: str) -> Tenant:
     if found is None:
         raise NotFound("There is no such tenant.", param=TENANT)
     return found
-
-
-def _carried(visit: Visit) -> Mapping[str, str]:
-    """What a link to another page keeps: the tenant that an admin chose, and the zone."""
-    kept = {TENANT: visit.query.one(TENANT) if visit.is_admin else None, ZONE: visit.query.one(ZONE)}
-    return {name: value for name, value in kept.items() if value}
 
 
 def _with_form(visit: Visit, fields: Mapping[str, str]) -> Visit:

@@ -259,6 +259,9 @@ def test_a_keyboard_is_enough(visitor: Visitor, acme: Customer) -> None:
     expect(page.locator("main")).to_be_focused()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Refresh")).to_be_focused()
+    for control in (page.get_by_label("Time zone"), page.get_by_role("button", name="Show")):
+        page.keyboard.press("Tab")
+        expect(control).to_be_focused()
     page.keyboard.press("Tab")
     expect(page.locator("summary")).to_be_focused()
     page.keyboard.press("Enter")

@@ -6,12 +6,16 @@ import csv
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from billing.receipt_keys import decode_key_set
+from billing.receipts import verify
 from tests.browser.conftest import DESKTOP, Visitor
 from tests.browser.site import NOW, Customer
 from tests.browser.town import Town, running_town
@@ -320,6 +324,52 @@ def test_one_request_is_split_priced_and_explained(visitor: Visitor, town: Town)
     assert pusd(amounts[1]) - pusd(amounts[0]) == pusd(amounts[2]) == pusd(row["Saved, USD"]) > 0
 
 
+def test_the_receipt_of_a_request_is_the_apis_and_checked_offline(
+    visitor: Visitor, town: Town, tmp_path: Path
+) -> None:
+    page = open_page(visitor, town.acme, "/dashboard/requests?outcome=hit")
+    request_id = rows(page, "list")[0]["Admitted"]
+    page.locator("#list-table tbody a").first.click()
+    [told] = town.ask(town.acme, f"/v1/receipts/{request_id}")["data"]
+    [shown] = rows(page, "receipts")
+    assert (shown["Number"], shown["Amount, USD"]) == (str(told["sequence"]), told["amount"])
+    with page.expect_download() as download:
+        page.get_by_role("link", name=f"Download receipt {told['sequence']}").click()
+    assert download.value.suggested_filename == f"headstart-receipt-{told['sequence']}.jsonl"
+    lines = Path(download.value.path()).read_bytes().splitlines(keepends=True)
+    assert [json.loads(line) for line in lines] == [told]
+    assert sha256(lines[0].removesuffix(b"\n")).hexdigest() == shown["SHA-256"]
+    published = httpx.get(f"{town.site.url}/v1/receipts/keys", timeout=30).content
+    assert verify(lines, decode_key_set(published)).flaws == []
+    forged = lines[0].replace(told["amount"].encode(), b"0.5")
+    assert verify([forged], decode_key_set(published)).flaws
+
+
+def test_today_is_everybodys_for_an_operator_and_a_tenants_by_the_filter(
+    visitor: Visitor, town: Town
+) -> None:
+    page = open_page(visitor, town.operator, "/dashboard")
+    tomorrow = TODAY + timedelta(days=1)
+    acme, beta = (town.usage(one, TODAY, tomorrow) for one in (town.acme, town.beta))
+    assert figure_of(page, "read_tokens") == str(acme["input_cached_tokens"] + beta["input_cached_tokens"])
+    assert pusd(figure_of(page, "amount")) == acme["amount_pusd"] + beta["amount_pusd"]
+    page.get_by_label("Tenant", exact=True).select_option(label="Beta Research")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator(".heading")).to_contain_text("Beta Research")
+    assert figure_of(page, "amount") == beta["amount"]
+    zone = ZoneInfo("America/Los_Angeles")
+    page.get_by_label("Time zone").fill(zone.key)
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator(".heading")).to_contain_text(f"times in {zone.key}")
+    start = NOW.astimezone(zone).replace(hour=0, minute=0, second=0, microsecond=0)
+    told = town.usage(town.beta, start, start + timedelta(days=1))
+    assert figure_of(page, "amount") == told["amount"] != beta["amount"]
+
+
+def figure_of(page: Page, key: str) -> str:
+    return page.locator(f"#usage [data-row={key}] data").get_attribute("value") or ""
+
+
 def test_no_address_shows_a_tenant_anothers_rows(visitor: Visitor, town: Town) -> None:
     page = open_page(visitor, town.beta, "/dashboard/requests")
     theirs = {row["Admitted"] for row in all_requests(page)}
@@ -329,6 +379,7 @@ def test_no_address_shows_a_tenant_anothers_rows(visitor: Visitor, town: Town) -
     addresses = [
         *(f"/dashboard/requests/{request_id}" for request_id in sorted(theirs)[:3]),
         *(f"/dashboard{path}?tenant={beta}" for path in ("", "/cache", "/usage", "/requests", "/statements")),
+        *(f"/dashboard/requests/{request_id}/receipts/1" for request_id in sorted(theirs)[:3]),
         f"/dashboard/usage/file?tenant={beta}",
         f"/dashboard/requests/{sorted(theirs)[0]}?tenant={acme}",
         f"/dashboard/statements/2026-03?preview=true&tenant={beta}",
