@@ -32,6 +32,7 @@ MIN_SECRET_BYTES: Final = 32
 
 _ALPHABET: Final = string.ascii_letters + string.digits
 _SHOWN_CHARACTERS: Final = 8
+_PREFIX_CHARACTERS: Final = len("hs-") + _SHOWN_CHARACTERS
 # 43 of 62 characters carry 256 bits.
 _SECRET_CHARACTERS: Final = 43
 _KEY_FORM: Final = re.compile(f"hs-[A-Za-z0-9]{{{_SHOWN_CHARACTERS}}}-[A-Za-z0-9]{{{_SECRET_CHARACTERS}}}")
@@ -162,14 +163,16 @@ def create_key(
     role: Role = Role.TENANT,
     expires_at: Microseconds | None = None,
     project_id: ProjectId | None = None,
+    text: str | None = None,
 ) -> tuple[ApiKey, str]:
-    """A new key, and its full text, which exists nowhere else and is shown once.
+    """A new key, and its full text, which exists nowhere else and is shown once; or one whose text
+    was made elsewhere by `generate_key`.
 
-    Raises InvalidName, NameTaken (a live key of the tenant has the label), UnknownTenant or
-    UnknownProject (also of an archived one).
+    Raises InvalidName, NameTaken (a live key of the tenant has the label, or any key ever had the text),
+    MalformedKey, UnknownTenant or UnknownProject (also of an archived one).
     """
     require_name("a key's label", label)
-    prefix, full = generate_key()
+    prefix, full = generate_key() if text is None else (text[:_PREFIX_CHARACTERS], text)
     key = ApiKey(
         id=ApiKeyId(new_id()),
         tenant_id=tenant_id,

@@ -147,6 +147,20 @@ def open_database(url: str) -> Database:
     raise UnsupportedDatabase(f"{parsed.drivername}: neither SQLite nor PostgreSQL")
 
 
+def with_password(url: str, password: str) -> str:
+    """The URL of a server with the password in it, which may have any character.
+
+    Raises UnsupportedDatabase when the URL cannot be read, or is a file's.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise UnsupportedDatabase("the database URL cannot be read") from error
+    if parsed.drivername not in _POSTGRES_DRIVERS:
+        raise UnsupportedDatabase(f"{parsed.drivername}: only PostgreSQL takes a password")
+    return parsed.set(password=password).render_as_string(hide_password=False)
+
+
 def migrate(url: str) -> None:
     """Brings the schema to this code's version. Safe to run by several processes at once.
 

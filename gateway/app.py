@@ -49,7 +49,7 @@ from gateway.reporting import Reporting
 from gateway.request_ids import RequestIds, request_id_of, route_of
 from gateway.roster import Roster
 from gateway.routing import Router
-from gateway.secrets import DeploymentSecret, load_secret
+from gateway.secrets import DeploymentSecret, ledger_url, load_secret
 from gateway.settings import Settings
 from gateway.tracing import Tracer, tracer_for
 from gateway.web.routes import Dashboard
@@ -118,7 +118,7 @@ def build_gateway(settings: Settings) -> Gateway:
     make_home(settings.home)
     secret = load_secret(settings)
     receipt_key = load_receipt_key(settings)
-    database = open_database(settings.database)
+    database = open_database(ledger_url(settings))
     meter = Meter(database, settings.journal_directory)
     sealer = Sealer(database, receipt_key, num_unposted=lambda: meter.stats().pending)
     metrics = Metrics(max_tenants=settings.metrics_max_tenants)

@@ -14,21 +14,25 @@ from typing import Final
 from billing import instants
 from billing.accounts import (
     KeyHasher,
+    Role,
     Tenant,
     authenticate,
     create_key,
     create_tenant,
     list_keys,
     list_tenants,
+    revoke_key,
 )
 from billing.db import Database, migrate
-from billing.errors import MalformedKey
+from billing.errors import MalformedKey, NameTaken
 from billing.price_sheet import default_price_sheet
 from billing.prices import ensure_published
-from gateway.secrets import create_private_file
+from gateway.secrets import SecretUnusable, create_private_file, read_password
 
 FIRST_TENANT: Final = "default"
 FIRST_LABEL: Final = "first"
+ADMIN_TENANT: Final = "operators"
+ADMIN_LABEL: Final = "admin-key-file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,41 @@ def ensure_first_key(database: Database, hasher: KeyHasher, path: Path) -> First
     path.unlink(missing_ok=True)
     create_private_file(path, lambda: text + "\n")
     return FirstKey(text=text, is_new=True)
+
+
+def ensure_admin_key(database: Database, hasher: KeyHasher, path: Path) -> None:
+    """The key in the file is an admin's, of a tenant that is there for it, and the file's former key is none
+    any more.
+
+    Raises `SecretUnusable` when there is none in the file, or one that was revoked or is a tenant's.
+    """
+    text = read_password(path).strip()
+    try:
+        known = authenticate(database, hasher.digest(text), now=instants.now())
+    except MalformedKey as error:
+        raise SecretUnusable(f"{path}: {error}") from error
+    if known is not None and known.role is Role.ADMIN:
+        return
+    now = instants.now()
+    names = {tenant.name: tenant for tenant in list_tenants(database)}
+    owner = names.get(ADMIN_TENANT) or create_tenant(database, name=ADMIN_TENANT, now=now)
+    for former in list_keys(database, tenant_id=owner.id):
+        if former.label == ADMIN_LABEL and former.revoked_at is None:
+            revoke_key(database, key_id=former.id, now=now)
+    try:
+        create_key(
+            database,
+            tenant_id=owner.id,
+            label=ADMIN_LABEL,
+            hasher=hasher,
+            now=now,
+            role=Role.ADMIN,
+            text=text,
+        )
+    except NameTaken as error:
+        raise SecretUnusable(
+            f"{path} holds a key that was revoked, or is a tenant's: make another"
+        ) from error
 
 
 def _kept_key(database: Database, hasher: KeyHasher, path: Path) -> str | None:

@@ -49,13 +49,14 @@ from gateway.bootstrap import (
     FIRST_TENANT,
     FirstKey,
     HomeUnusable,
+    ensure_admin_key,
     ensure_first_key,
     make_home,
     prepare_database,
 )
 from gateway.child import WorkerChild, WorkerEnded, WorkerSlow, worker_command
 from gateway.logs import configure_logs
-from gateway.secrets import SecretUnusable, load_secret
+from gateway.secrets import SecretUnusable, ledger_url, load_secret
 from gateway.serving import PortTaken, Stop, listen, run_gateway, run_with_worker
 from gateway.settings import Settings
 from gateway.terminal import (
@@ -144,7 +145,7 @@ def serve_locally(settings: Settings, command: Sequence[str]) -> None:
     with listen(settings.host, settings.port) as listener:
         actual_port: int = listener.getsockname()[1]
         gateway = build_gateway(settings)
-        prepare_database(settings.database, gateway.database)
+        prepare_database(ledger_url(settings), gateway.database)
         first_key = ensure_first_key(gateway.database, key_hasher(gateway.secret), settings.first_key_file)
         child = WorkerChild(
             command,
@@ -217,13 +218,17 @@ def migrate(
     """Bring the database's schema to this version, and publish the default prices where there are none."""
     settings = settings_from()
     make_home(settings.home)
-    with open_database(settings.database) as database:
-        prepare_database(settings.database, database)
+    url = ledger_url(settings)
+    with open_database(url) as database:
+        prepare_database(url, database)
         typer.echo("The schema is current.")
         if first_key:
             hasher = key_hasher(load_secret(settings))
             made = ensure_first_key(database, hasher, settings.first_key_file)
             typer.echo(_about_first_key(made, settings))
+        if settings.admin_key_file is not None:
+            ensure_admin_key(database, key_hasher(load_secret(settings)), settings.admin_key_file)
+            typer.echo(f"The key in {settings.admin_key_file} is an admin's.")
 
 
 @tenants.command("create")

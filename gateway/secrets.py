@@ -1,7 +1,8 @@
 """The deployment secret, and every key that is derived from it.
 
 Knows where the secret lives (environment, a file, or `secrets.json` in the
-home directory, generated at first start) and how purposes are separated. Does
+home directory, generated at first start), how purposes are separated, and that
+passwords come in files of their own. Does
 not know tenants or HTTP. Losing the secret loses every API key and every
 cached block's name; leaking it lets its holder forge scopes.
 """
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from billing.db import with_password
 from gateway.settings import Settings
 
 MIN_SECRET_BYTES = 32
@@ -65,6 +67,27 @@ def load_secret(settings: Settings) -> DeploymentSecret:
     if not path.exists():
         create_private_file(path, _new_secrets_document)
     return _load_document(path)
+
+
+def ledger_url(settings: Settings) -> str:
+    """The ledger's URL, with the password from `HEADSTART_DATABASE_PASSWORD_FILE` if that is set.
+
+    Raises `SecretUnusable`, or billing's `UnsupportedDatabase`.
+    """
+    if settings.database_password_file is None:
+        return settings.database
+    return with_password(settings.database, read_password(settings.database_password_file))
+
+
+def read_password(path: Path) -> str:
+    """A file's text without the line break that an editor ends it with. Raises `SecretUnusable`."""
+    try:
+        password = read_secret_file(path).decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise SecretUnusable(f"{path} is not UTF-8 text") from error
+    if not password:
+        raise SecretUnusable(f"{path} is empty")
+    return password
 
 
 def create_private_file(path: Path, content: Callable[[], str]) -> bool:

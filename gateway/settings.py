@@ -26,10 +26,12 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8080
     database_url: str | None = None
+    database_password_file: Path | None = None
     model: str | None = None
     worker_url: str | None = None
     secret: SecretStr | None = None
     secret_file: Path | None = None
+    admin_key_file: Path | None = None
     receipt_key_file: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "json"
@@ -55,7 +57,7 @@ class Settings(BaseSettings):
 
     @field_validator(
         *("database_url", "model", "worker_url", "secret_file", "secret"),
-        *("receipt_key_file", "otlp_endpoint"),
+        *("receipt_key_file", "otlp_endpoint", "database_password_file", "admin_key_file"),
         mode="before",
     )
     @classmethod
@@ -72,7 +74,7 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> str:
-        """SQLAlchemy URL of the ledger."""
+        """SQLAlchemy URL of the ledger, without a password that is in a file of its own."""
         return self.database_url or f"sqlite:///{self.home / 'headstart.db'}"
 
     @property

@@ -18,6 +18,7 @@ from rich.table import Table
 from billing import instants
 from billing.db import Database, open_database, schema_is_current
 from billing.instants import Microseconds
+from gateway.secrets import ledger_url
 from gateway.settings import Settings
 
 PIPE_WIDTH: Final = 240
@@ -42,7 +43,7 @@ def settings_fault(error: ValidationError) -> str:
 
 @contextmanager
 def open_current_database() -> Iterator[Database]:
-    with open_database(settings_from().database) as database:
+    with open_database(ledger_url(settings_from())) as database:
         require_current(database)
         yield database
 

@@ -6,9 +6,11 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from billing.accounts import generate_key
 from billing.errors import BillingError
 from gateway.bootstrap import HomeUnusable
 from gateway.cli import CommandRefused, app
+from gateway.secrets import SecretUnusable
 
 
 @pytest.fixture
@@ -49,6 +51,55 @@ def test_a_lost_first_key_is_not_replaced(headstart, tmp_path):
     headstart("migrate", "--first-key")
     (tmp_path / "home" / "first-key").unlink()
     assert "Keys exist" in headstart("migrate", "--first-key")
+
+
+@pytest.fixture
+def admin_key_file(tmp_path, monkeypatch):
+    path = tmp_path / "admin-key"
+    path.write_text(generate_key()[1] + "\n")
+    monkeypatch.setenv("HEADSTART_ADMIN_KEY_FILE", str(path))
+    return path
+
+
+def live_admin_prefixes(headstart) -> list[str]:
+    listed = headstart("keys", "list", "--tenant", "operators")
+    return [
+        line.split("│")[3].strip()
+        for line in listed.splitlines()
+        if "│ admin" in line and "20" in line and not line.split("│")[6].strip()
+    ]
+
+
+def test_an_admins_key_that_is_given_in_a_file_is_taken_once(headstart, admin_key_file):
+    """And the first tenant gets its first key all the same."""
+    assert "A first key was made" in headstart("migrate", "--first-key")
+    assert "still valid" in headstart("migrate", "--first-key")
+    assert live_admin_prefixes(headstart) == [admin_key_file.read_text()[:11]]
+
+
+def test_another_key_in_the_file_takes_the_former_ones_place(headstart, admin_key_file):
+    headstart("migrate")
+    former = admin_key_file.read_text()
+    admin_key_file.write_text(generate_key()[1])
+    headstart("migrate")
+    assert live_admin_prefixes(headstart) == [admin_key_file.read_text()[:11]]
+    admin_key_file.write_text(former)
+    with pytest.raises(SecretUnusable, match="was revoked"):
+        headstart("migrate")
+
+
+def test_a_tenants_key_does_not_become_an_admins(migrated, admin_key_file):
+    migrated("tenants", "create", "acme")
+    admin_key_file.write_text(migrated("keys", "create", "--tenant", "acme", "--label", "ci"))
+    with pytest.raises(SecretUnusable, match="is a tenant's"):
+        migrated("migrate")
+
+
+@pytest.mark.parametrize("text", ["", "hs-short", "sk-" + "a" * 52])
+def test_a_file_without_a_key_is_refused(headstart, admin_key_file, text):
+    admin_key_file.write_text(text)
+    with pytest.raises(SecretUnusable, match="admin-key"):
+        headstart("migrate")
 
 
 @pytest.mark.parametrize("arguments", [("migrate",), ("gateway", "--port", "0", "--worker-url", "http://x")])

@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
-from gateway.secrets import DeploymentSecret, SecretUnusable, create_private_file, load_secret
+from billing.errors import UnsupportedDatabase
+from gateway.secrets import DeploymentSecret, SecretUnusable, create_private_file, ledger_url, load_secret
 from gateway.settings import Settings
 
 TEXT = "0123456789abcdef0123456789abcdef"
@@ -102,6 +104,42 @@ def test_a_private_file_is_never_overwritten(tmp_path):
     assert create_private_file(path, lambda: "first")
     assert not create_private_file(path, lambda: "second")
     assert path.read_text() == "first"
+
+
+@pytest.mark.parametrize("password", ["plain", "p@ss:/w?rd#%20 &", " spaces ", "ünïcode"])
+def test_a_password_in_a_file_may_have_any_character(tmp_path, password):
+    path = tmp_path / "password"
+    path.write_text(password + "\n")
+    settings = Settings(
+        home=tmp_path, database_url="postgresql://headstart@db/books", database_password_file=path
+    )
+    assert make_url(ledger_url(settings)).password == password
+    assert make_url(ledger_url(settings)).database == "books"
+
+
+def test_without_a_password_file_the_url_is_what_was_set(tmp_path):
+    assert (
+        ledger_url(Settings(home=tmp_path, database_url="postgresql://a:b@db/c")) == "postgresql://a:b@db/c"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "cannot read"), (b"\n", "is empty"), (b"\xff\xfe", "not UTF-8")]
+)
+def test_an_unusable_password_file_is_named(tmp_path, content, words):
+    path = tmp_path / "password"
+    if content is not None:
+        path.write_bytes(content)
+    settings = Settings(home=tmp_path, database_url="postgresql://db/x", database_password_file=path)
+    with pytest.raises(SecretUnusable, match=words) as caught:
+        ledger_url(settings)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_of_sqlite_takes_no_password(tmp_path):
+    (tmp_path / "password").write_text("x")
+    with pytest.raises(UnsupportedDatabase, match="only PostgreSQL"):
+        ledger_url(Settings(home=tmp_path, database_password_file=tmp_path / "password"))
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
