@@ -37,7 +37,9 @@ SHIPPED = (
 )
 """What the images are built from."""
 
-SERVICES = ("postgres", "migrate", "worker", "gateway")
+ONE_SHOTS = ("secrets", "migrate")
+SERVICES = ("postgres", "worker", "gateway", "prometheus")
+"""Those that stay up, without profiles."""
 UP_TIMEOUT_SECONDS = 3_000
 COMMAND_TIMEOUT_SECONDS = 120
 
@@ -58,6 +60,7 @@ class Stack:
     folder: Path
     project: str
     port: int
+    prometheus_port: int
     password: str
 
     @property
@@ -111,7 +114,7 @@ class Stack:
             "COMPOSE_PROGRESS": "plain",
             "HEADSTART_PORT": str(self.port),
             "HEADSTART_TAG": self.project,
-            "POSTGRES_PASSWORD": self.password,
+            "PROMETHEUS_PORT": str(self.prometheus_port),
         }
 
 
@@ -123,9 +126,13 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         folder=folder,
         project=f"headstart-test-{os.getpid()}",
         port=free_port(),
+        prometheus_port=free_port(),
         password=secrets.token_urlsafe(12) + "@:/ $",  # a password may have any character
     )
     _copy_checkout(folder)
+    given = folder / "deploy/secrets/postgres-password"
+    given.write_text(stack.password + "\n")
+    given.chmod(0o600)
     try:
         _say(stack.compose("up", "--build", "--detach", timeout_seconds=UP_TIMEOUT_SECONDS))
         yield stack
@@ -156,12 +163,18 @@ def _compose_command() -> tuple[str, ...]:
     )
 
 
+def _not_committed(folder: str, names: list[str]) -> list[str]:
+    if Path(folder).name in {"secrets", "wheels"}:
+        return [name for name in names if name != ".gitignore"]
+    return [name for name in names if name == "__pycache__"]
+
+
 def _copy_checkout(folder: Path) -> None:
     """What is committed to be shipped, and the wheels that pip would take from a folder of this machine."""
     for name in SHIPPED:
         source = CHECKOUT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.whl"))
+            shutil.copytree(source, folder / name, ignore=_not_committed)
         else:
             shutil.copy2(source, folder / name)
     for location in os.environ.get("PIP_FIND_LINKS", "").split():

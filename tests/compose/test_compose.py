@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
-from tests.compose.stack import SERVICES, Stack, running_stack
+from tests.compose.stack import ONE_SHOTS, SERVICES, Stack, running_stack
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3_600)]
 
@@ -35,14 +37,14 @@ def key(stack: Stack) -> str:
 
 
 def test_everything_becomes_healthy(stack: Stack) -> None:
-    states = {service: stack.container(service)["State"] for service in SERVICES}
-    assert (states["migrate"]["Status"], states["migrate"]["ExitCode"]) == ("exited", 0)
+    for service in ONE_SHOTS:
+        state = stack.container(service)["State"]
+        assert (state["Status"], state["ExitCode"]) == ("exited", 0)
     deadline = time.monotonic() + 60
-    while (health := stack.container("gateway")["State"]["Health"]["Status"]) != "healthy":
-        assert time.monotonic() < deadline, f"the gateway is {health}"
-        time.sleep(0.5)
-    assert states["postgres"]["Health"]["Status"] == "healthy"
-    assert states["worker"]["Health"]["Status"] == "healthy"
+    for service in SERVICES:
+        while (health := stack.container(service)["State"]["Health"]["Status"]) != "healthy":
+            assert time.monotonic() < deadline, f"{service} is {health}"
+            time.sleep(0.5)
 
 
 def test_the_official_client_gets_a_miss_then_a_hit_and_both_are_in_postgresql(
@@ -111,14 +113,18 @@ def test_images_hold_what_they_need_run_as_nobody_and_change_nothing_of_themselv
     find_torch = "import importlib.util as i; print(i.find_spec('torch') is not None)"
     assert stack.execute("gateway", "python", "-c", find_torch).strip() == "False"
     assert stack.execute("worker", "python", "-c", find_torch).strip() == "True"
-    for service in ("gateway", "worker"):
+    for service in ("gateway", "worker", "prometheus"):
         assert stack.execute(service, "id", "-u").strip() == "10001"
+    for service in SERVICES:
         host = stack.container(service)["HostConfig"]
         assert host["ReadonlyRootfs"]
         assert host["CapDrop"] == ["ALL"]
+        assert host["SecurityOpt"] == ["no-new-privileges:true"]
+    for service, modules in (("gateway", "opentelemetry.sdk"), ("worker", "opentelemetry.sdk, peft")):
+        stack.execute(service, "python", "-c", f"import {modules}")
 
 
-def test_only_the_gateway_can_be_reached_and_from_this_machine_alone(stack: Stack) -> None:
+def test_gateway_and_prometheus_can_be_reached_and_from_this_machine_alone(stack: Stack) -> None:
     published = {service: stack.container(service)["NetworkSettings"]["Ports"] for service in SERVICES}
     addresses = {
         (service, binding["HostIp"])
@@ -126,12 +132,52 @@ def test_only_the_gateway_can_be_reached_and_from_this_machine_alone(stack: Stac
         for bindings in ports.values()
         for binding in bindings or ()
     }
-    assert addresses == {("gateway", "127.0.0.1")}
+    assert addresses == {("gateway", "127.0.0.1"), ("prometheus", "127.0.0.1")}
 
 
 def test_workers_get_the_seed_of_block_names_and_not_the_secret(stack: Stack) -> None:
     seed = stack.execute("worker", "cat", "/run/headstart/block-seed").strip()
     assert len(bytes.fromhex(seed)) == 8
-    kept = stack.execute("gateway", "cat", "/var/lib/headstart/secrets.json")
-    assert seed not in kept
-    assert "secrets.json" not in stack.execute("worker", "ls", "-aR", "/var/lib/headstart", "/run/headstart")
+    assert seed not in stack.execute("gateway", "cat", "/run/secrets/headstart-secret")
+    assert stack.execute("worker", "find", "/run", "/var/lib/headstart", "-name", "*secret*").strip() == ""
+
+
+def test_secrets_are_in_files_and_in_no_containers_settings(stack: Stack) -> None:
+    assert stack.execute("gateway", "cat", "/run/secrets/postgres-password") == stack.password
+    secrets = [
+        stack.execute("gateway", "cat", f"/run/secrets/{name}").strip()
+        for name in ("postgres-password", "headstart-secret", "admin-key")
+    ]
+    for service in (*ONE_SHOTS, *SERVICES):
+        known = str(stack.container(service))
+        assert not any(secret in known for secret in secrets), service
+
+
+def test_the_admins_key_sees_every_tenants_business(stack: Stack) -> None:
+    key = stack.execute("gateway", "cat", "/run/secrets/admin-key").strip()
+    request = urllib.request.Request(
+        f"{stack.url}/v1/organization/costs?start_time=0", headers={"authorization": f"Bearer {key}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
+
+
+def test_prometheus_scrapes_gateway_and_worker_and_knows_the_alerts(stack: Stack) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        targets = asked_of_prometheus(stack, "targets?state=active")["activeTargets"]
+        health = {target["labels"]["job"]: target["health"] for target in targets}
+        if health == {"gateway": "up", "worker": "up"} or time.monotonic() > deadline:
+            break
+        time.sleep(1)
+    assert health == {"gateway": "up", "worker": "up"}
+    assert {group["name"] for group in asked_of_prometheus(stack, "rules")["groups"]} >= {
+        "headstart-available"
+    }
+
+
+def asked_of_prometheus(stack: Stack, path: str) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{stack.prometheus_port}/api/v1/{path}"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        asked: dict[str, Any] = json.load(answer)["data"]
+    return asked
